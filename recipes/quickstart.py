@@ -11,7 +11,7 @@ With a network, the same for any model and data set of the Hub, or for local one
     python recipes/quickstart.py --target Qwen/Qwen3-0.6B --dataset trl-lib/Capybara --draft_minutes 60
     python recipes/quickstart.py --target path/to/model --dataset path/to/texts.jsonl --prompts path/to/prompts.jsonl
 
-Conversations (`messages`) are rendered by the target's chat template. The draft accepts more if the answers are the target's
+Conversations (`messages`) are rendered by the target's chat template. More is accepted if the answers are the target's
 own: `--dataset` also takes the folder that `recipes/regenerate.py` wrote.
 
 A second run with the same settings reuses what the first one trained.

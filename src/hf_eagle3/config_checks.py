@@ -234,8 +234,8 @@ def check_verifier(config: Eagle3Config) -> None:
 
 
 NO_CONFIG = (
-    "There is no config.json, or it is empty. Pass its `subfolder`, or download the draft again. If it is in the form of an "
-    "engine (a GGUF file, or Mistral's params.json), run it there, or load the draft that it was converted from."
+    "There is no config.json, or it is empty. Pass the draft's `subfolder`, or download it again. If the draft is in an engine's own "
+    "format (a GGUF file, or Mistral's params.json), run it in that engine, or load the original draft."
 )
 
 

@@ -348,7 +348,7 @@ def test_what_cannot_be_encoded():
         (
             encoder("messages", assistant_only_loss=True),
             {"messages": PLAIN[:1]},
-            r"no turn of the role 'assistant', but of \['user'\]",
+            r"no message with the role 'assistant', only \['user'\]",
         ),
         (
             encoder("messages", assistant_only_loss=True),

@@ -247,7 +247,7 @@ def test_dropped_rows_are_reported(tokenizer, tmp_path, caplog):
 def test_bad_data(tokenizer, tmp_path):
     with pytest.raises(
         ValueError,
-        match=r"4 of 4 rows .* Row 0 \(3 more: 1, 2, ...\): it has no turn of the role 'assistant', but of \['narrator'",
+        match=r"4 of 4 rows .* Row 0 \(3 more: 1, 2, ...\): it has no message with the role 'assistant', only \['narrator'",
     ):
         make_trainer(tokenizer, chat("narrator"), tmp_path, assistant_only_loss=True)
     some = {"messages": chat()["messages"] + chat("narrator")["messages"]}

@@ -113,6 +113,9 @@ def test_files(tmp_path, tokenizer, monkeypatch, caplog):
     tasks.logger.warning_once.cache_clear()
     assert load_prompts(str(path), tokenizer) == [tokenizer(text)["input_ids"] for text in "ab"]
     assert "has no chat template" in caplog.text
+    answered = [*chat, {"role": "assistant", "content": "c"}]
+    path.write_text(json.dumps({"messages": answered}) + "\n" + json.dumps({"messages": answered + chat}))
+    assert [row.messages for row in read_prompts(path)] == [chat, answered + chat]  # without the answer at the end
     path.write_text("\n")
     with pytest.raises(ValueError, match="has no prompts"):
         read_prompts(path)
@@ -125,6 +128,7 @@ def test_files(tmp_path, tokenizer, monkeypatch, caplog):
         (['{"prompt": "a"}', "", '{"messages": [{"role": "us'], "line 3 is not JSON"),
         (['[{"prompt": "a"}]'], "line 1 is .* but must be an object"),
         (["[", '{"prompt": "a"},', "]"], "line 1 is not JSON"),
+        (['{"messages": [{"role": "assistant", "content": "b"}]}'], "line 1: it has the assistant's messages only"),
         (['{"messages": [{"role": "user"}]}'], "line 1: message 0 of 'messages' has no content"),
         (['{"messages": [{"role": "system", "content": "s"}]}'], "line 1: the chat template refuses it: no"),
     ],

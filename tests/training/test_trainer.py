@@ -1034,7 +1034,7 @@ def test_a_draft_that_is_the_name_of_an_adapter(tmp_path, tokenizer, peft_config
     draft = Eagle3ForSpeculation.from_pretrained(tmp_path / "draft")
     get_peft_model(draft, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
     with pytest.raises(
-        ValueError, match="adapter.* is an adapter that transformers loaded into its draft.*merge it first"
+        ValueError, match="adapter.* is a draft into which transformers loaded an adapter.*merge it first"
     ):
         make_trainer(
             tmp_path / "out", tokenizer, model=str(tmp_path / "adapter"), target=target, peft_config=peft_config

@@ -92,12 +92,10 @@ def read(
 def advice_for(names: Iterable[str]) -> str:
     """Returns what to do with a checkpoint with tensors of these names, which is no draft."""
     if any(name.startswith("eagle_module.") for name in names):
-        return (
-            "It is a target with a draft in training. Export the draft by Model-Optimizer's `export_hf_checkpoint.py`."
-        )
+        return "It is a target with a draft in training. Export the draft with Model-Optimizer's `export_hf_checkpoint.py`."
     if any(name.endswith("embed_tokens.weight") for name in names):
         return (
-            "It is a whole model. Pass the name of a draft, or load a small model by `AutoModelForCausalLM`: transformers takes that "
+            "It is a whole model. Pass the name of a draft, or load a small model by `AutoModelForCausalLM`: transformers accepts it "
             "as `assistant_model`, too."
         )
     return "Pass the name of a draft."

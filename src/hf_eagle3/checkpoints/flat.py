@@ -161,7 +161,7 @@ def read(config: dict, tensors: dict[str, torch.Tensor]) -> tuple[Eagle3Config, 
         if nested == ["transformer_layer_config"]:
             advice = 'If speculators wrote it, add `"speculators_model_type": "eagle3"`.'
         elif nested:
-            advice = f"Move what describes the draft's layers there from {nested}."
+            advice = f"Move the keys of the draft's layers from {nested} to the top level."
         raise ValueError(f"config.json lacks {missing}. {advice}")
     flags = flags_of(config)
     sizes = {**config, "draft_num_hidden_layers": flags["draft_num_hidden_layers"]}
@@ -250,7 +250,8 @@ def check_kind(config: dict, flags: dict, tensors: dict) -> None:
     is_of_experts = num_experts > 1 and not any(name.endswith(".mlp.down_proj.weight") for name in names)
     if any(".experts." in name for name in names) or is_of_experts:
         raise ValueError(
-            f"it is a draft of experts (MoE, {num_experts or 'some'} of them), but only one MLP per layer is supported. SpecForge runs it."
+            f"it is a draft of experts (MoE, {num_experts or 'some'} of them), but only one MLP per layer is supported. The project that "
+            "trained it may run it."
         )
     if any(re.search(MTP_PARTS, name) for name in names):
         raise ValueError(
@@ -266,8 +267,8 @@ def check_kind(config: dict, flags: dict, tensors: dict) -> None:
     is_parallel, steps = "mask_hidden" in names, flags["parallel_draft_step"]
     if (flags["parallel_drafting"] and not is_parallel) or steps not in (None, 1):
         raise ValueError(
-            "it drafts several tokens in one pass (`parallel_drafting`, `parallel_draft_step`) in another form than P-EAGLE, "
-            "which stores a `mask_hidden`. vLLM runs it."
+            "it drafts several tokens in one pass (`parallel_drafting`, `parallel_draft_step`), but only P-EAGLE is supported, "
+            "which stores a `mask_hidden`. vLLM runs this draft."
         )
     if is_parallel and mask_token_of(flags) is None:
         raise ValueError(
@@ -301,8 +302,8 @@ def check_parts(config: dict, tensors: dict) -> None:
     query = layers.get("layers.1.self_attn.q_proj.weight")
     if query is not None and query.shape[-1] == 2 * config["hidden_size"]:
         raise ValueError(
-            "each of its layers reads the token beside the state, but only drafts are supported whose first layer alone does. The "
-            "project that trained it may run it."
+            "each of its layers reads the token beside the state. Supported drafts do this in the first layer only. The project that "
+            "trained it may run it."
         )
 
 
@@ -350,7 +351,7 @@ def check_keys(config: dict, flags: dict, tensors: dict) -> None:
     if unknown:
         raise ValueError(
             f"config.json has flags that this reader does not know: {unknown}. If they do not change what the draft computes, "
-            "because they are about its target or its training, remove them. Else a later version of hf-eagle3 may read it."
+            "because they are about its target or its training, remove them. Otherwise try a newer hf-eagle3."
         )
     window, layer_types = config.get("sliding_window"), config.get("layer_types") or ["full_attention"]
     is_on = config.get("use_sliding_window", True) or layer_types[0] != "full_attention"
@@ -410,7 +411,7 @@ def rope_of(config: dict) -> dict:
             given = {"rope_type": given["type"], **given}
         if given.get("factor") and given.get("rope_type") is None:  # transformers would not scale
             raise ValueError(
-                f"`{key}` has a `factor` of {given['factor']}, but no `rope_type`. Add what the draft was trained with."
+                f"`{key}` has a `factor` of {given['factor']}, but no `rope_type`. Set it to the scaling that the draft was trained with."
             )
         rope |= {name: value for name, value in given.items() if value is not None}
     rope.pop("type", None)

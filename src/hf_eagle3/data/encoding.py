@@ -208,7 +208,7 @@ class RowEncoder(PromptEncoder):
         if not are_learned:
             roles = sorted({message["role"] for message in row.messages})
             raise RowError(
-                f"it has no turn of the role 'assistant', but of {roles}. With `assistant_only_loss=True` it has nothing to learn"
+                f"it has no message with the role 'assistant', only {roles}. With `assistant_only_loss=True` it has nothing to learn"
             )
         if self.is_marked and not all(are_learned):
             if len(spans) != len(are_learned):

@@ -2,7 +2,7 @@
 
 import sysconfig
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -189,8 +189,8 @@ def file_prompts(
 
 def read_prompts(path: str | Path, num_prompts: int | None = None) -> list[Row]:
     """
-    Returns the prompts of a JSON Lines file. Each line is `{"prompt": "..."}` or `{"messages": [...]}`. Messages may have
-    `tools` and `chat_template_kwargs`.
+    Returns the prompts of a JSON Lines file. Each line is `{"prompt": "..."}` or `{"messages": [...]}`, whose last answer is left
+    out. Messages may have `tools` and `chat_template_kwargs`.
 
     Args:
         path (`str` or `Path`): The file.
@@ -206,12 +206,20 @@ def _read_prompts(path: str | Path, num_prompts: int | None) -> list[tuple[int, 
     prompts = []
     for number, content in read_json_lines(path):
         try:
-            prompts.append((number, content, read_prompt(content)))
+            prompts.append((number, content, without_answer(read_prompt(content))))
         except RowError as error:
             raise ValueError(f"{path}, line {number}: {error}.") from None
     if not prompts:
         raise ValueError(f"{path} has no prompts.")
     return prompts[:num_prompts]
+
+
+def without_answer(row: Row) -> Row:
+    """Returns a row without the assistant's messages at its end, so that a line of training data is a prompt, too."""
+    asked = [number for number, message in enumerate(row.messages, 1) if message["role"] != "assistant"]
+    if row.messages and not asked:
+        raise RowError("it has the assistant's messages only, and nothing to answer")
+    return replace(row, messages=row.messages[: max(asked, default=0)])
 
 
 def standard_library(num_held_out: int = 20) -> tuple[list[str], list[str]]:

@@ -97,8 +97,8 @@ def check_parallelism(trainer: Eagle3Trainer) -> None:
     """Raises `ValueError` if several processes, FSDP or DeepSpeed cannot do what the arguments ask for."""
     if trainer.args.world_size > 1 and not trainer.accelerator.even_batches:
         raise ValueError(
-            "With `even_batches=False` (`accelerator_config`) one process may end a pass over the data before the others, which would "
-            "wait for it until `ddp_timeout`. Leave it out: evaluation does not count the rows that are repeated."
+            "With `even_batches=False` (`accelerator_config`) one process may finish a pass early, and the others wait until `ddp_timeout`. "
+            "Leave `even_batches` at its default. Evaluation does not count repeated rows."
         )
     if trainer.is_deepspeed_enabled and trainer.args.use_muon:
         raise ValueError(

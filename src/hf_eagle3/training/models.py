@@ -112,7 +112,7 @@ def draft_to_train(
     if hasattr(draft, "peft_config") and not isinstance(draft, PeftModel):
         # Transformers puts an adapter into its base model. PEFT would put `peft_config`'s in its place, or nothing would learn.
         raise ValueError(
-            f"`model` ({model if isinstance(model, str) else 'a draft'}) is an adapter that transformers loaded into its draft. To train "
+            f"`model` ({model if isinstance(model, str) else 'a draft'}) is a draft into which transformers loaded an adapter. To train "
             "it further, pass `PeftModel.from_pretrained(draft, adapter, is_trainable=True)` without `peft_config`. Or merge it first: "
             "`PeftModel.from_pretrained(draft, adapter).merge_and_unload().save_pretrained(...)`, and pass that."
         )

@@ -556,7 +556,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> None:
-        """Not supported: a trainer holds one draft, as that of [`~trl.SFTTrainer`] holds one model."""
+        """Not supported: a trainer holds one draft."""
         raise NotImplementedError(
             "`Eagle3Trainer` trains one draft, and has no `model_init` to make another for each trial. Make a trainer for each trial, "
             "with its own `output_dir`, in a loop or in the objective of `optuna.create_study(...).optimize`."
