@@ -108,7 +108,7 @@ def test_what_changes_nothing(tmp_path, target, reference, changes):
         ({"use_mrope": True}, "three positions"),
         ({"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}}, "`alpha` .1000.0"),
         ({"rope_scaling": "yarn"}, "`rope_scaling` is 'yarn', but must be a mapping"),
-        ({"rope_scaling": {"factor": 8.0}}, "`rope_scaling` has a `factor` of 8.0, but no `rope_type`. Add"),
+        ({"rope_scaling": {"factor": 8.0}}, "`rope_scaling` has a `factor` of 8.0, but no `rope_type`. Set it"),
         ({"draft_num_hidden_layers": "two"}, "`draft_num_hidden_layers` is 'two', but must be a positive integer"),
         (
             {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}},
@@ -117,7 +117,7 @@ def test_what_changes_nothing(tmp_path, target, reference, changes):
         ({"eagle_config": {"use_aux_hidden_state": False}}, "EAGLE-1 and 2"),
         ({"use_aux_hidden_state": False}, "EAGLE-1 and 2"),
         ({"kv_lora_rank": 8}, "MLA.*SGLang and vLLM"),
-        ({"parallel_drafting": True}, "several tokens in one pass .*another form than P-EAGLE.*vLLM"),
+        ({"parallel_drafting": True}, "several tokens in one pass .*only P-EAGLE is supported.*vLLM"),
         ({"parallel_drafting": "yes"}, "`parallel_drafting` is 'yes', but must be true or false"),
         ({"fc_norm": True, "eagle_config": {"fc_norm": False}}, "`fc_norm` is True in config.json, but False"),
         ({"eagle_aux_hidden_state_layer_ids": [1, "5", 8]}, "must be a list of layer numbers"),
@@ -293,7 +293,7 @@ def test_original_length_of_phi(tmp_path, reference):
     "place, advice",
     [
         ("transformer_layer_config", 'add `"speculators_model_type": "eagle3"`'),
-        ("text_config", r"Move what describes the draft's layers there from \['text_config'\]"),
+        ("text_config", r"Move the keys of the draft's layers from \['text_config'\]"),
     ],
 )
 def test_sizes_in_another_place(tmp_path, reference, place, advice):

@@ -1478,7 +1478,7 @@ def test_processes_that_would_wait_for_each_other(tmp_path, tokenizer, monkeypat
     arguments = {"accelerator_config": {"even_batches": False}}
     make_trainer(tmp_path, tokenizer, **arguments)
     monkeypatch.setattr(Eagle3TrainingArguments, "world_size", 2)
-    with pytest.raises(ValueError, match="even_batches=False.*Leave it out"):
+    with pytest.raises(ValueError, match="even_batches=False.*at its default"):
         make_trainer(tmp_path, tokenizer, **arguments)
 
 
