@@ -672,6 +672,19 @@ def test_tokens_that_were_added_to_the_target(num_known, overrides, settings):
         draft.resize_token_embeddings(VOCAB_SIZE + 4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_does_not_matter_to_a_pairing(dtype):
+    target = make_target("llama", vocab_size=1000)
+    draft, before = Eagle3ForSpeculation.from_target(target), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        draft.validate_target(target)
+        made = Eagle3ForSpeculation.from_target(target)
+    finally:
+        torch.set_default_dtype(before)
+    assert made.config.verifier_fingerprint == draft.config.verifier_fingerprint
+
+
 def test_tokens_that_were_added_and_drafts_that_cannot_tell(target):
     """Without a fingerprint nothing shows that the other tokens are what they were."""
     draft, larger = Eagle3ForSpeculation.from_target(target), copy.deepcopy(target)

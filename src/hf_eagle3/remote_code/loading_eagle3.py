@@ -164,6 +164,7 @@ def fingerprint(table: torch.nn.Embedding, num_rows: int | None = None) -> str:
     The first four entries, in base64, of 16 evenly spaced rows of an embedding table `(vocab_size, hidden_size)`, or of
     its first `num_rows`.
     """
-    rows = torch.linspace(0, (num_rows or len(table.weight)) - 1, 16, device=table.weight.device).long()
+    last = (num_rows or len(table.weight)) - 1
+    rows = torch.linspace(0, last, 16, dtype=torch.float32, device=table.weight.device).long()
     entries = look_up(gathered_table(table), rows).detach()[:, :4].flatten().half().cpu()
     return base64.b64encode(entries.numpy().tobytes()).decode()
