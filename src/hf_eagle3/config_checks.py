@@ -188,7 +188,10 @@ def check_layers(config: Eagle3Config) -> None:
             raise ValueError(f"`{name}` is {factors!r}, but must be a list of {length} numbers, half of `head_dim`.")
     factor = rope.get("partial_rotary_factor") or 1.0
     if factor != 1:  # transformers' Llama would ignore it
-        raise ValueError(f"`partial_rotary_factor` is {factor}, but the layers of a draft rotate whole heads.")
+        raise ValueError(
+            f"`partial_rotary_factor` is {factor}, but the layers of a draft rotate whole heads. Some projects copy it from the target, "
+            "and rotate whole heads, too (DeepSpec): if this draft was trained so, remove it."
+        )
     if not set(layer_config.layer_types) <= {"full_attention", "sliding_attention"}:
         raise ValueError(
             f"`layer_types` is {layer_config.layer_types}, but a draft has 'full_attention' and 'sliding_attention' only."

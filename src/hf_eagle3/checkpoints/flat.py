@@ -3,6 +3,7 @@ Reading drafts with a flat Llama configuration, as most projects write them. Key
 side, or those of EAGLE in `eagle_config`. The names of the tensors show what a draft is, whoever wrote it.
 """
 
+import json
 import re
 from typing import Any
 
@@ -48,9 +49,11 @@ EAGLE_KEYS = (
     "norm_before_residual",
     "norm_output",
     "num_aux_hidden_states",
+    "num_aux_layers",
     "parallel_drafting",
     "target_hidden_size",
     "use_aux_hidden_state",
+    "use_aux_norm",
 )
 BOOLEANS = (
     "fc_norm",
@@ -59,6 +62,7 @@ BOOLEANS = (
     "norm_output",
     "parallel_drafting",
     "use_aux_hidden_state",
+    "use_aux_norm",
 )
 # Model-Optimizer's flags, and their values for the network that is implemented here.
 EXPECTED = {
@@ -130,11 +134,17 @@ NEUTRAL_BEGINNINGS = (
 NEUTRAL_ENDS = ("_id", "_ids", "_token", "_token_index", "_train")
 # Keys about experts and their routers, which drafts do not have, and about the loss of their training.
 NEUTRAL_PARTS = ("expert", "router", "moe_", "topk", "n_group", "routed_scaling", "distill", "_loss")
+# Old names of SGLang for the norms of EAGLE-3.1. Their flag was `use_aux_norm`.
+OLD_NORMS = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
+# Projections that converters for engines have fused, and the parts that follow each other in them.
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 # Names in heads of multi-token prediction: Qwen's, and DeepSeek's and GLM's.
 MTP_PARTS = r"\bpre_fc_norm_|\b(eh_proj|enorm|hnorm)\.weight$"
 LAYER_PARTS = {
     *QWEN3_LAYER,
     "hidden_norm.weight",
+    *(f"self_attn.qkv_proj.{kind}" for kind in ("weight", "bias")),
+    *(f"mlp.gate_up_proj.{kind}" for kind in ("weight", "bias")),
     *(f"self_attn.{name}_proj.bias" for name in "qkvo"),
     *(f"mlp.{name}_proj.bias" for name in ("gate", "up", "down")),
 }
@@ -167,7 +177,7 @@ def read(config: dict, tensors: dict[str, torch.Tensor]) -> tuple[Eagle3Config, 
     sizes = {**config, "draft_num_hidden_layers": flags["draft_num_hidden_layers"]}
     check_sizes({key: sizes[key] for key in (*LAYER_KEYS, *OPTIONAL_SIZES) if sizes.get(key) is not None})
     check_kind(config, flags, tensors)
-    check_keys(config, flags, tensors)
+    check_keys(config, flags)
     ours, report = tensors_of(tensors, config)
     assumed: dict[str, Any] = {}
     layer_config = layer_config_of(config, flags, ours, assumed)
@@ -217,6 +227,8 @@ def flags_of(config: dict) -> dict:
             if said[0] and said[0] != 1:  # text would count as true
                 raise ValueError(f"`{key}` is {said[0]!r}, but must be true or false.")
             flags[key] = bool(said[0])
+    if flags["use_aux_norm"]:
+        flags["fc_norm"] = True
     return flags
 
 
@@ -282,8 +294,12 @@ def check_kind(config: dict, flags: dict, tensors: dict) -> None:
             "it rotates by three positions a token (`mrope_section`, Qwen-VL), but only one is supported. SGLang runs it."
         )
     if rope["rope_type"] == "dynamic" and rope.get("alpha"):
+        dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        theta = rope["rope_theta"] * rope["alpha"] ** (dim / (dim - 2))
         raise ValueError(
-            f"it scales its rotary embedding by `dynamic` with `alpha` ({rope['alpha']}), as HunYuan. AngelSlim and vLLM run it."
+            f"it scales its rotary embedding by `dynamic` with `alpha` ({rope['alpha']}), as HunYuan. AngelSlim trained drafts as if "
+            f"there were no `rope_scaling`: remove it from such a draft. If yours was trained with it, set `rope_theta` to {theta:.0f} "
+            "instead, as vLLM does."
         )
     for flag, expected in EXPECTED.items():
         if flags[flag] not in (expected, None):
@@ -299,7 +315,7 @@ def check_parts(config: dict, tensors: dict) -> None:
             f"its layers hold {others[:6]}, but only Llama and Qwen3 layers are supported, which have no such tensors. The project "
             "that trained it may run it."
         )
-    query = layers.get("layers.1.self_attn.q_proj.weight")
+    query = layers.get("layers.1.self_attn.q_proj.weight", layers.get("layers.1.self_attn.qkv_proj.weight"))
     if query is not None and query.shape[-1] == 2 * config["hidden_size"]:
         raise ValueError(
             "each of its layers reads the token beside the state. Supported drafts do this in the first layer only. The project that "
@@ -338,7 +354,7 @@ def keys_of_family(config: dict) -> set[str]:
     return {key for key in keys if not any(part in key for part in unsure)}
 
 
-def check_keys(config: dict, flags: dict, tensors: dict) -> None:
+def check_keys(config: dict, flags: dict) -> None:
     """Raises `ValueError`, naming the unknown keys that are not false, zero, empty or their default."""
 
     def unknown_keys(place: dict, known: set[str]) -> list[str]:
@@ -347,22 +363,36 @@ def check_keys(config: dict, flags: dict, tensors: dict) -> None:
 
     eagle_config = config.get("eagle_config") or {}
     unknown = unknown_keys(config, {*LAYER_KEYS, *TOKEN_KEYS, EXACT_IDS, "layer_types", *keys_of_family(config)})
+    unknown = [key for key in unknown if key != "partial_rotary_factor"]  # `rope_of` takes it, and it is checked later
     unknown += [f"eagle_config.{key}" for key in unknown_keys(eagle_config, set())]
     if unknown:
         raise ValueError(
             f"config.json has flags that this reader does not know: {unknown}. If they do not change what the draft computes, "
             "because they are about its target or its training, remove them. Otherwise try a newer hf-eagle3."
         )
-    window, layer_types = config.get("sliding_window"), config.get("layer_types") or ["full_attention"]
-    is_on = config.get("use_sliding_window", True) or layer_types[0] != "full_attention"
-    held = {name.split(".")[1] for name in our_names(tensors).values() if name.startswith("layers.")}
-    is_of_target = len(layer_types) > len(held)
-    longest = config.get("max_position_embeddings")
-    if window and is_on and not is_of_target and not (longest and window >= longest):
+
+
+def windows_of(config: dict, num_layers: int) -> dict:
+    """
+    Returns the keys of the windows of `num_layers` layers, as vLLM reads them. If `layer_types` has more entries, they are the
+    target's, and do not count. Raises `ValueError` if there is a window, but no key says which layers have it.
+    """
+    window, longest = config.get("sliding_window"), config.get("max_position_embeddings")
+    layer_types, is_on = config.get("layer_types") or [], config.get("use_sliding_window")
+    if len(layer_types) > num_layers or (window and longest and window >= longest):
+        return {}
+    if not {*layer_types} <= {"full_attention"}:
+        if is_on is False or len(layer_types) < num_layers:
+            reason = "`use_sliding_window` is false" if is_on is False else f"there are {num_layers} layers"
+            raise ValueError(f"`layer_types` is {layer_types}, but {reason}. Correct the wrong one.")
+        return {"layer_types": layer_types, "sliding_window": window, "use_sliding_window": True}
+    if window and is_on is not False and not layer_types:
+        layer_types = json.dumps(["sliding_attention"] * num_layers)
         raise ValueError(
-            f"config.json has a `sliding_window` of {window}, which readers of this format ignore. If the draft was trained "
-            "without one, set `use_sliding_window` to false."
+            f"config.json has a `sliding_window` of {window}, but does not say which layers have it. If the draft was trained with "
+            f'this window, add `"layer_types": {layer_types}`. If it was trained without one, set `use_sliding_window` to false.'
         )
+    return {}
 
 
 def layer_config_of(config: dict, flags: dict, tensors: dict[str, torch.Tensor], assumed: dict) -> dict:
@@ -378,6 +408,7 @@ def layer_config_of(config: dict, flags: dict, tensors: dict[str, torch.Tensor],
             f"1, the layer that it holds; the target has {layer_config['num_hidden_layers']}"
         )
         layer_config["num_hidden_layers"] = 1
+    layer_config |= windows_of(config, layer_config["num_hidden_layers"])
     layer_config.setdefault("num_key_value_heads", config["num_attention_heads"])
     layer_config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     # Versions of EAGLE's own code differ: some take `head_dim` from the configuration, some compute it.
@@ -418,6 +449,8 @@ def rope_of(config: dict) -> dict:
     original = config.get("original_max_position_embeddings")  # where Phi has it
     if original and rope["rope_type"] != "default":
         rope.setdefault("original_max_position_embeddings", original)
+    if (factor := config.get("partial_rotary_factor")) not in (None, 1):
+        rope["partial_rotary_factor"] = factor
     thetas = [theta for theta in (rope.get("rope_theta"), config.get("rope_theta")) if theta is not None]
     if len(thetas) == 2 and thetas[0] != thetas[1]:
         raise ValueError(
@@ -436,7 +469,8 @@ def layer_ids_of(config: dict, flags: dict) -> tuple[list[int] | None, bool]:
     target can show what ids count: [`~Eagle3ForSpeculation.resolve_aux_layer_ids`] decides it later.
     """
     key = "eagle_aux_hidden_state_layer_ids"
-    ids, exact, num_states = flags[key], config.get(EXACT_IDS), flags["num_aux_hidden_states"]
+    ids, exact = flags[key], config.get(EXACT_IDS)
+    counts = {name: flags[name] for name in ("num_aux_hidden_states", "num_aux_layers") if flags[name] is not None}
     said = {name: flags[name] for name in OUTPUT_IDS if flags[name]}
     for name, each in ((key, ids), *said.items(), (EXACT_IDS, exact)):
         if each and not (isinstance(each, list) and all(type(layer_id) is int and layer_id >= 0 for layer_id in each)):
@@ -455,10 +489,11 @@ def layer_ids_of(config: dict, flags: dict) -> tuple[list[int] | None, bool]:
                     f"`{certain}` is {outputs}, but `{name}` is {each}. They name other states; remove the wrong one."
                 )
         ids, exact = ids or outputs, inputs
-    if ids and num_states is not None and len(ids) != num_states:
-        raise ValueError(f"`num_aux_hidden_states` is {num_states!r}, but there are {len(ids)} layer ids.")
-    if not ids and num_states not in (None, 3):
-        raise ValueError(f"`num_aux_hidden_states` is {num_states!r}, but `{key}` does not say which they are.")
+    for name, num_states in counts.items():
+        if ids and len(ids) != num_states:
+            raise ValueError(f"`{name}` is {num_states!r}, but there are {len(ids)} layer ids.")
+        if not ids and num_states != 3:
+            raise ValueError(f"`{name}` is {num_states!r}, but `{key}` does not say which they are.")
     if exact:
         return exact, True
     return ([layer_id + 1 for layer_id in ids] if ids else None), False
@@ -474,11 +509,13 @@ def tensors_of(tensors: dict[str, torch.Tensor], config: dict) -> tuple[dict[str
         if name.endswith(COMPUTED):
             ignored.append(name)
             continue
+        new_name = OLD_NORMS.get(new_name, new_name)
         if new_name != name:
             renamed[name] = new_name
         if new_name in ours:
             raise ValueError(f"two tensors are called {new_name}; one of them is stored as {name}.")
         ours[new_name] = tensors[name]
+    split_fused(ours, renamed, config)
     merge_norms(ours, renamed, ignored)
     if "mask_hidden" in ours:  # some have one dimension less
         ours["mask_hidden"] = ours["mask_hidden"].reshape(1, 1, -1)
@@ -494,7 +531,11 @@ def tensors_of(tensors: dict[str, torch.Tensor], config: dict) -> tuple[dict[str
                 del ours[name]
                 ignored.append(name)
     elif held is None:
-        raise ValueError(f"the draft vocabulary has {draft_vocab_size} of {vocab_size} tokens, but there is no d2t.")
+        raise ValueError(
+            f"the draft vocabulary has {draft_vocab_size} of {vocab_size} tokens, but there is no d2t, which says which. If another file "
+            "lists their ids (a token map of SGLang, eagle_meta.pt of NeMo Automodel), add them as a tensor `d2t`: each id minus its "
+            "place in the list."
+        )
     elif held != draft_vocab_size:
         raise ValueError(f"`draft_vocab_size` is {draft_vocab_size}, but d2t maps {held} tokens.")
     else:
@@ -503,6 +544,35 @@ def tensors_of(tensors: dict[str, torch.Tensor], config: dict) -> tuple[dict[str
         if "t2d" in ours:
             ours["t2d"] = ours["t2d"].bool()
     return ours, {"renamed": renamed, "ignored": ignored}
+
+
+def split_fused(tensors: dict[str, torch.Tensor], renamed: dict[str, str], config: dict) -> None:
+    """
+    Splits projections that are fused as in engines and in Phi-3: the rows of one part follow those of the other. Raises
+    `ValueError` if their number does not fit the heads, or a part is stored beside them.
+    """
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    shares = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads, "gate_proj": 1, "up_proj": 1}
+    for name in list(tensors):
+        match = re.fullmatch(r"(layers\.\d+\.(?:self_attn|mlp))\.(qkv_proj|gate_up_proj)\.(weight|bias)", name)
+        if match is None:
+            continue
+        block, fused, kind = match.groups()
+        rows, parts = tensors.pop(name), {f"{block}.{part}.{kind}": shares[part] for part in FUSED[fused]}
+        if held := sorted(parts.keys() & tensors.keys()):
+            raise ValueError(
+                f"it has {name}, and its parts beside it: {held}. Remove those that it was not trained with."
+            )
+        size, rest = divmod(len(rows), sum(parts.values()))
+        if rest:
+            raise ValueError(
+                f"{name} has {len(rows)} rows, which cannot be split into {FUSED[fused]} for {heads} heads (`num_attention_heads`) "
+                f"and {kv_heads} of keys and values (`num_key_value_heads`). Correct config.json."
+            )
+        split = rows.split([size * share for share in parts.values()])
+        tensors |= {part: weight.clone() for part, weight in zip(parts, split, strict=True)}
+        renamed[name] = ", ".join(parts)
 
 
 def merge_norms(tensors: dict[str, torch.Tensor], renamed: dict[str, str], ignored: list[str]) -> None:
