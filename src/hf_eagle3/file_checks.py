@@ -270,6 +270,8 @@ def read_and_mend(
         if not is_ours:
             sort_tokens(draft, info)
         mend_mapping(draft, info, source, variant=kwargs.get("variant"), **hub_kwargs)
+        if not is_ours:
+            check_order(draft, source)
         if not is_ours and content.get("speculators_model_type") in ("eagle3", "peagle"):
             check_layer_ids(draft)
             name, flag = "norm_before_residual", draft.config.norm_before_residual
@@ -316,6 +318,21 @@ def sort_tokens(draft: "DraftModel", info: dict[str, Any]) -> None:
     draft.d2t = token_ids[order] - places
     if len(head) > 0 and not is_sorted:  # an empty one will be the target's, for the sorted tokens
         head.data = head.data[order]
+
+
+def check_order(draft: "DraftModel", source: str | Path) -> None:
+    """Warns if a draft names layers of its target twice, or in another order than the target computes them."""
+    ids = draft.config.eagle_aux_hidden_state_layer_ids or []
+    if ids == sorted(set(ids)):
+        return
+    listed = [layer_id - draft.config.aux_layer_ids_assumed for layer_id in ids]
+    how, advice = "out of order", "load it with `eagle_aux_hidden_state_layer_ids` in ascending order"
+    if len(set(ids)) < len(ids):
+        how, advice = "twice", "correct its config.json"
+    logger.warning_once(
+        f"The draft {source} lists layers of its target {how}: {listed}. We read them as they are listed, but vLLM and SGLang read each "
+        f"once, in the order of the layers. If few tokens are accepted, {advice}."
+    )
 
 
 def check_layer_ids(draft: "DraftModel") -> None:
