@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from checkpoints.test_formats import assert_same, export, make_reference, midlay
 from conftest import make_prompt, make_target
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.utils import logging
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.tensor_names import is_draft, without_prefix
@@ -58,6 +60,8 @@ def load(folder, config, tensors, loader=Eagle3ForSpeculation, **kwargs):
         },
         {"parallel_drafting": False, "cod_retention": 0.8, "k_train": 8},
         {"attention_bias": True, "mlp_bias": True},  # of the target
+        {"sliding_window": 8, "layer_types": ["full_attention"]},
+        {"sliding_window": 8, "layer_types": ["sliding_attention"] * 12},  # of the target
         {"sliding_window": 512, "id2label": {"0": "LABEL_0"}, "return_dict": True, "is_encoder_decoder": False},
         {"eagle_config": {"use_mtp_layernorm": False, "something_new": None, "other": 0, "use_last_layernorm": True}},
         {"rope_scaling": {"rope_type": "default", "mrope_section": None, "alpha": 0}},
@@ -95,18 +99,35 @@ def test_what_changes_nothing(tmp_path, target, reference, changes):
         ),
         ({"rope_scaling": {**LONGROPE, "long_factor": ["1"] * 4}}, "`long_factor` is .* must be a list of 4 numbers"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor` is 0.5, .*trained so, remove it"),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "`partial_rotary_factor` is 0.5, .*trained so, remove it",
+        ),
+        ({"eagle_config": {"partial_rotary_factor": 0.5}}, "does not know: .'eagle_config.partial_rotary_factor'"),
         ({"norm_type": "layer"}, "norm_type"),
         *(
             ({key: False}, f"does not know: .'{key}'")
             for key in ("use_rotary_pos_emb", "is_causal", "use_rope", "is_neox_style")
         ),
         ({"eagle_config": {"use_rope": False}}, r"does not know: \['eagle_config.use_rope'\]"),
-        ({"layer_types": ["sliding_attention"], "sliding_window": 8, "use_sliding_window": False}, "sliding_window"),
+        (
+            {"layer_types": ["sliding_attention"], "sliding_window": 8, "use_sliding_window": False},
+            r"`layer_types` is \['sliding_attention'\], but `use_sliding_window` is false",
+        ),
+        ({"layer_types": ["sliding_attention"]}, "'sliding_attention', but no window is on"),
+        ({"layer_types": ["chunked_attention"]}, "`layer_types` is .'chunked_attention'"),
+        (
+            {"num_hidden_layers": 1, "sliding_window": 8},
+            r'add `"layer_types": \["sliding_attention"\]`.*set `use_sliding_window` to f',
+        ),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, "three positions .*SGLang"),
         ({"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}, "three positions"),
         ({"use_mrope": True}, "three positions"),
-        ({"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}}, "`alpha` .1000.0"),
+        (
+            {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}},
+            "`alpha` .1000.0.*`rope_theta` to 100000000 inst",
+        ),
         ({"rope_scaling": "yarn"}, "`rope_scaling` is 'yarn', but must be a mapping"),
         ({"rope_scaling": {"factor": 8.0}}, "`rope_scaling` has a `factor` of 8.0, but no `rope_type`. Set it"),
         ({"draft_num_hidden_layers": "two"}, "`draft_num_hidden_layers` is 'two', but must be a positive integer"),
@@ -121,6 +142,7 @@ def test_what_changes_nothing(tmp_path, target, reference, changes):
         ({"parallel_drafting": "yes"}, "`parallel_drafting` is 'yes', but must be true or false"),
         ({"fc_norm": True, "eagle_config": {"fc_norm": False}}, "`fc_norm` is True in config.json, but False"),
         ({"eagle_aux_hidden_state_layer_ids": [1, "5", 8]}, "must be a list of layer numbers"),
+        ({"num_aux_layers": 5}, "`num_aux_layers` is 5, but `eagle_aux_hidden_state_layer_ids` does not say"),
         ({"num_aux_hidden_states": 4, "eagle_aux_hidden_state_layer_ids": [1, 5, 8]}, "but there are 3 layer ids"),
         ({"aux_hidden_states_layer_ids": [1, 5, 8], "num_aux_hidden_states": 4}, "but there are 3 layer ids"),
         ({"aux_hidden_states_layer_ids": [1, "5", 8]}, "`aux_hidden_states_layer_ids` is .* must be a list of layer"),
@@ -378,6 +400,30 @@ def test_layer_ids(tmp_path, target, reference, said, ids, depth, expected, is_s
     assert not [text for text in said if "such drafts" in text and "paired" in text]
     assert draft.config.eagle_aux_hidden_state_layer_ids == expected and not draft.config.aux_layer_ids_assumed
     assert draft.resolve_aux_layer_ids(target) == expected
+
+
+@pytest.mark.parametrize(
+    "ids, how",
+    [
+        ([1, 5, 8], None),
+        ([8, 1, 5], "out of order: .*ids` in ascending order"),
+        ([1, 1, 8], "twice: .*correct its config"),
+    ],
+)
+@pytest.mark.parametrize("key", ["eagle_aux_hidden_state_layer_ids", "target_layer_ids"])
+def test_layer_ids_that_engines_read_in_another_order(tmp_path, target, reference, said, ids, how, key):
+    folder = write(tmp_path / "draft", sglang(reference, **{key: ids}), midlayer(reference))
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        draft = loader.from_pretrained(folder)
+        assert draft.resolve_aux_layer_ids(target) == [layer_id + 1 for layer_id in ids]
+        order = [text for text in said if "lists layers of its target" in text]
+        assert len(order) == (how is not None) and all(re.search(how, text) for text in order)
+        type(logging.get_logger()).warning_once.cache_clear()
+        said.clear()
+    draft.pair_with(target)
+    draft.save_pretrained(tmp_path / "ours")
+    Eagle3ForSpeculation.from_pretrained(tmp_path / "ours")
+    assert not [text for text in said if "lists layers" in text]
 
 
 def test_an_adapter_of_the_target_is_mentioned(tmp_path, target, reference, said):
