@@ -1,5 +1,6 @@
 """Drafts of each form, as others store them, against a naive forward in plain torch that reads the stored tensors."""
 
+import json
 import math
 
 import pytest
@@ -257,8 +258,10 @@ def test_a_form_and_what_is_saved_of_it(tmp_path, targets, form):
     draft.pair_with(targets[options.get("target_width", WIDTH)])
     draft.save_pretrained(tmp_path / "saved")
     assert_computes(AutoModel.from_pretrained(tmp_path / "saved", trust_remote_code=True), config, tensors)
-    layer = AutoModel.from_pretrained(folder).config.transformer_layer_config
-    assert len(layer.layer_types) == layer.num_hidden_layers  # vLLM takes the windows from here
+    layer = json.loads((tmp_path / "saved" / "config.json").read_text())["transformer_layer_config"]
+    windows = config.get("layer_types") if len(config.get("layer_types", ())) == config["num_hidden_layers"] else None
+    assert layer["layer_types"] == (windows or ["full_attention"] * config["num_hidden_layers"])  # which vLLM reads
+    assert "sliding_attention" not in layer["layer_types"] or layer["sliding_window"] == config["sliding_window"]
 
 
 def fuse(tensors):
