@@ -125,6 +125,28 @@ def test_what_would_be_dropped_is_refused(target, target_gguf, tmp_path, to, set
     assert "cannot take it" in described and flag in described
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "rope, is_refused",
+    [
+        (YARN, False),
+        (YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}, False),
+        (YARN | {"attention_factor": 1.0}, True),
+        ({"rope_type": "dynamic", "factor": 2.0}, True),
+    ],
+)
+def test_rotary_embeddings_that_sglang_scales_in_another_way(target, rope, is_refused):
+    settings = {"max_position_embeddings": 256, "rope_parameters": {"rope_theta": 5000.0, **rope}}
+    described = dict(
+        describe_engines(Eagle3ForSpeculation.from_target(target, model_type="llama", **CLASSIC, **settings))
+    )
+    for engine in ("SGLang", "OpenVINO GenAI"):
+        assert ("cannot take it: `dynamic` rotary scaling, or" in described[engine]) == is_refused
+    assert described["vLLM"].startswith("takes it")  # and computes all of them as transformers does
+
+
 @pytest.mark.parametrize("flag", ["norm_before_fc", "norm_before_residual"])
 def test_what_openvino_would_drop(target, tmp_path, flag):
     draft = Eagle3ForSpeculation.from_target(target, model_type="llama", **CLASSIC, **{flag: True})
@@ -147,6 +169,7 @@ WORDS = {
     "parallel drafting": "parallel drafts",
     "an activation other than silu": "activations other than silu",
     "rotary embeddings scaled other than by linear or llama3": "yarn",
+    "`dynamic` rotary scaling, or an `attention_factor`": "`dynamic`",
     "more or fewer than three states": "other than three states",
     "the target's embedding (id 0) among its states": "the state that is the embedding",
 }

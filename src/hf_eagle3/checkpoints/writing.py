@@ -53,9 +53,11 @@ def draft_features(draft: DraftModel) -> dict[str, bool]:
     takes, so it refuses features that are added here.
     """
     config, layer = draft.config, draft.config.transformer_layer_config
-    ids, rope_type = config.eagle_aux_hidden_state_layer_ids, layer.rope_parameters["rope_type"]
+    ids, rope = config.eagle_aux_hidden_state_layer_ids, layer.rope_parameters
+    rope_type = rope["rope_type"]
     flags = [flag for flag in FLAGS if flag != "has_own_embed_tokens"]  # which `check_table` checks
     heads_fill_width = layer.head_dim * layer.num_attention_heads == config.hidden_size
+    has_attention_factor = rope_type in ("yarn", "longrope") and rope.get("attention_factor") is not None
     has_default_ids = ids is None or len(ids) != 3 or (ids[0] == 2 and ids[1] == (ids[2] + 3) // 2)
     return {
         "more than one layer": config.num_hidden_layers > 1,
@@ -68,6 +70,8 @@ def draft_features(draft: DraftModel) -> dict[str, bool]:
         "a `head_dim` other than hidden_size / num_attention_heads": not heads_fill_width,
         "scaled rotary embeddings": rope_type in ("linear", "llama3"),
         "rotary embeddings scaled other than by linear or llama3": rope_type not in ("default", "linear", "llama3"),
+        # SGLang scales `dynamic` from the first token on, and ignores the factor.
+        "`dynamic` rotary scaling, or an `attention_factor`": rope_type == "dynamic" or has_attention_factor,
         "target states of another width than its own": config.target_hidden_size != config.hidden_size,
         "more or fewer than three states": config.num_aux_hidden_states != 3,
         "states other than the default three": not has_default_ids,
