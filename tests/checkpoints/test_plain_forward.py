@@ -294,13 +294,15 @@ def test_projections_that_cannot_be_split(tmp_path):
         Eagle3ForSpeculation.from_pretrained(write(tmp_path / "other", other, fused))
 
 
+def with_old_names(tensors):
+    """As SGLang takes them."""
+    names = {f"fc_norm.{i}.weight": f"aux_norm_{name}.weight" for i, name in enumerate(("low", "mid", "high"))}
+    return {names.get(name, name): tensor for name, tensor in tensors.items()}
+
+
 @pytest.mark.parametrize("flags", [{}, {"use_aux_norm": True}, {"use_aux_norm": True, "fc_norm": False}])
 def test_old_names_of_norms(tmp_path, flags):
-    """As SGLang takes them."""
     config, tensors = {**BASE, "fc_norm": True}, make_tensors(fc_norm=True)
-    stored = dict(tensors)
-    for i, name in enumerate(("low", "mid", "high")):
-        stored[f"aux_norm_{name}.weight"] = stored.pop(f"fc_norm.{i}.weight")
-    folder = write(tmp_path / "draft", {**BASE, **flags}, stored)
+    folder = write(tmp_path / "draft", {**BASE, **flags}, with_old_names(tensors))
     for loader in (Eagle3ForSpeculation, AutoModel):
         assert_computes(loader.from_pretrained(folder), config, tensors)

@@ -6,7 +6,9 @@ percent.
 
 import pytest
 import torch
-from conftest import load_script, make_target
+from checkpoints import test_plain_forward as plain
+from checkpoints.test_formats import write
+from conftest import load_script, make_target, make_tokenizer
 from transformers import AutoTokenizer, DynamicCache
 
 from hf_eagle3 import Eagle3ForSpeculation
@@ -57,6 +59,37 @@ def test_vllm(models, target, prompts, python_of, tmp_path, form, depth):
     assert dict(describe_engines(Eagle3ForSpeculation.from_pretrained(draft)))["vLLM"].startswith("takes it as it is")
     expected = ours(target, draft, prompts, **tree(depth))
     assert_same(run_engine(python_of("vllm"), "vllm", max_new_tokens=MAX_NEW_TOKENS, **job), expected)
+
+
+def test_models_of_vllm(python_of, tmp_path):
+    """They compute what others stored in another format, once it is saved again. `run_vllm_models.py` says how they run."""
+    generator, expected, job = torch.Generator().manual_seed(0), {}, []
+    forms = plain.FORMS | {"fused": ({}, {}), "old names of norms": ({"fc_norm": True}, {"fc_norm": True})}
+    for form, (changes, options) in forms.items():
+        config, tensors = {**plain.BASE, **changes}, plain.make_tensors(**options)
+        stored = {"fused": plain.fuse, "old names of norms": plain.with_old_names}.get(form, dict)(tensors)
+        draft = Eagle3ForSpeculation.from_pretrained(write(tmp_path / "stored", config, stored))
+        target = make_target("llama", num_hidden_layers=12, hidden_size=draft.config.target_hidden_size)
+        target.save_pretrained(tmp_path / form / "target")
+        make_tokenizer().save_pretrained(tmp_path / form / "target")
+        draft.pair_with(target)
+        draft.save_pretrained(tmp_path / form / "draft")
+        aux = torch.randn(12, tensors["fc.weight"].shape[1], generator=generator)
+        embeds = torch.randn(12, plain.WIDTH, generator=generator)
+        reference = plain.PlainDraft(config, tensors)
+        rows = [
+            reference(token, reference.fuse(states), i)
+            for i, (token, states) in enumerate(zip(embeds.double(), aux.double()))
+        ]
+        expected[form] = [torch.stack(part).float() for part in zip(*rows)]
+        folders = {name: tmp_path / form / name for name in ("target", "draft")}
+        job.append(folders | {"aux": aux.tolist(), "embeds": embeds.tolist()})
+    found = run_engine(python_of("vllm"), "vllm_models", drafts=job)
+    for form, of_form in zip(forms, found["drafts"], strict=True):
+        for ours, theirs in zip(expected[form], (of_form["logits"], of_form["states"]), strict=True):
+            torch.testing.assert_close(torch.tensor(theirs), ours, atol=2e-5, rtol=2e-5, msg=form)
+        # vLLM takes the target's table, and gives later layers a norm that they do not use.
+        assert all("embed_tokens" in name or "hidden_norm" in name for name in of_form["unfilled"]), form
 
 
 @pytest.mark.parametrize("name", ["dflash", "jetspec"])
