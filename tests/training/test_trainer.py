@@ -1424,12 +1424,6 @@ def test_rows_that_processes_repeat_do_not_count(tmp_path, tokenizer, monkeypatc
         assert loss == 0 and counts[0].sum() == 0
 
 
-def test_searching_hyperparameters_is_refused(tmp_path, tokenizer):
-    """Transformers would ask for a `model_init`, which TRL's trainers do not take."""
-    with pytest.raises(NotImplementedError, match="Make a trainer for each trial"):
-        make_trainer(tmp_path, tokenizer).hyperparameter_search(n_trials=2)
-
-
 def test_predicting_is_evaluating(tmp_path, tokenizer):
     trainer = make_trainer(tmp_path, tokenizer, num_eval_prompts=1, eval_max_new_tokens=4)
     rows = Dataset.from_dict({"text": ["abcdefgh", "ijk"]})
