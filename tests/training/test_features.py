@@ -56,7 +56,7 @@ def test_states_and_logits_are_the_targets(family):
     assert "forward" not in states.base_model.__dict__
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere2"])  # plain, capped and scaled logits
 @pytest.mark.parametrize("step", [1, 3], ids=["whole vocabulary", "third of it"])
 def test_distributions_are_the_targets_whatever_the_pieces(family, step):
     target = make_target(family)
