@@ -737,6 +737,7 @@ def test_a_table_in_a_notebook_has_few_columns(tmp_path, tokenizer, monkeypatch)
     display = SimpleNamespace(HTML=str, display=lambda *args, **kwargs: Mock())
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=display))
     monkeypatch.setitem(sys.modules, "IPython.display", display)
+    monkeypatch.setattr("hf_eagle3.training.console.is_in_notebook", lambda: True)
     from transformers.utils.notebook import NotebookProgressCallback
 
     monkeypatch.setattr("transformers.trainer.DEFAULT_PROGRESS_CALLBACK", NotebookProgressCallback)

@@ -3,8 +3,8 @@
 import copy
 from typing import Any
 
-import transformers.trainer
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
+from transformers.utils import is_in_notebook
 
 
 # `loss_per_step` is comparable while the unroll grows. `loss`, a sum over its steps, is not.
@@ -59,8 +59,12 @@ class FewColumns(TrainerCallback):
 
 def show_few(trainer: Trainer) -> None:
     """Lets transformers' callbacks show few figures."""
-    bar = transformers.trainer.DEFAULT_PROGRESS_CALLBACK  # in notebooks a table
-    for theirs, few in ((PrinterCallback, FewFigures), (bar, FewFigures if bar is ProgressCallback else FewColumns)):
+    kinds: dict[type, type] = {ProgressCallback: FewFigures, PrinterCallback: FewFigures}
+    if is_in_notebook():
+        from transformers.utils.notebook import NotebookProgressCallback  # needs IPython
+
+        kinds[NotebookProgressCallback] = FewColumns
+    for theirs, few in kinds.items():
         if any(type(callback) is theirs for callback in trainer.callback_handler.callbacks):
             trainer.remove_callback(theirs)
             trainer.add_callback(type(f"Eagle{theirs.__name__}", (few, theirs), {}))
