@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -143,16 +143,10 @@ def kept_precision(model: torch.nn.Module) -> Iterator[None]:
     Restores a model's tensors at the end. `bf16_full_eval` and `fp16_full_eval` cast the model, and training would go on
     in half precision.
     """
-    parameters = [(parameter, parameter.data) for parameter in model.parameters()]
-    buffers = [(module, dict(module._buffers)) for module in model.modules()]
+    kept = {name: tensor.data for name, tensor in chain(model.named_parameters(), model.named_buffers())}
     try:
         yield
     finally:
-        for parameter, data in parameters:
-            if parameter.dtype != data.dtype:
-                parameter.data = data.to(parameter.device)
-        for module, own in buffers:
-            for name, buffer in own.items():
-                now = module._buffers[name]
-                if buffer is not None and now is not None and now.dtype != buffer.dtype:
-                    module._buffers[name] = buffer.to(now.device)
+        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+            if tensor.dtype != kept[name].dtype:
+                tensor.data = kept[name].to(tensor.device)
