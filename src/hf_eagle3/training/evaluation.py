@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain, islice
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -140,13 +140,13 @@ def without_repeated_rows(trainer: Eagle3Trainer, inputs: dict[str, torch.Tensor
 @contextmanager
 def kept_precision(model: torch.nn.Module) -> Iterator[None]:
     """
-    Restores a model's tensors at the end. `bf16_full_eval` and `fp16_full_eval` cast the model, and training would go on
-    in half precision.
+    Restores a draft's parameters at the end. `bf16_full_eval` and `fp16_full_eval` cast the draft, and training would go on
+    in half precision. Its rotary frequencies, the only floats among its buffers, keep their precision themselves.
     """
-    kept = {name: tensor.data for name, tensor in chain(model.named_parameters(), model.named_buffers())}
+    kept = [(parameter, parameter.data) for parameter in model.parameters()]
     try:
         yield
     finally:
-        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-            if tensor.dtype != kept[name].dtype:
-                tensor.data = kept[name].to(tensor.device)
+        for parameter, data in kept:
+            if parameter.dtype != data.dtype:
+                parameter.data = data.to(parameter.device)
