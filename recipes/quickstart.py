@@ -65,8 +65,8 @@ LEARNING_RATE, LEARNING_RATE_OF_CONVERSATIONS = 1e-2, 5e-3
 OF_CONVERSATIONS = {"packing_strategy": "bfd"}
 # Arguments that target and draft do not depend on, and those that only the draft does.
 NOT_TRAINED = ("max_new_tokens", "min_steps", "output_dir", "prompts", "repeats")
-OF_DRAFT = ("batch_size", "draft_form", "draft_minutes", "draft_vocab_size", "layer_type", "learning_rate")
-OF_DRAFT += ("sampled_vocab_size", "ttt_row_share", "ttt_steps", "ttt_warmup")
+OF_DRAFT = ("batch_size", "draft_form", "draft_minutes", "draft_vocab_size", "learning_rate")
+OF_DRAFT += ("sampled_vocab_size", "ttt_row_share")
 
 
 def local_or_hub_dataset(name: str) -> tuple[Dataset, list]:
@@ -145,11 +145,10 @@ def train_draft(folder: Path, target, tokenizer, dataset: Dataset, args) -> None
         args=Eagle3TrainingArguments(
             str(folder) + "-run",
             learning_rate=learning_rate,
-            ttt_steps=args.ttt_steps,
-            ttt_warmup=args.ttt_warmup,
+            ttt_steps=5,  # in minutes on a CPU new tokens teach more than later steps
             ttt_row_share=args.ttt_row_share,
             draft_form=args.draft_form,
-            model_init_kwargs={"model_type": args.layer_type},
+            model_init_kwargs={"model_type": "llama" if args.draft_form == "classic" else "qwen3"},
             draft_vocab_size=min(args.draft_vocab_size, target.config.get_text_config().vocab_size),
             sampled_vocab_size=args.sampled_vocab_size,
             **settings,
@@ -251,28 +250,15 @@ def parse_arguments() -> argparse.Namespace:
         help="By default %(default)s. Most engines take classic, but its acceptance length is lower",
     )
     parser.add_argument(
-        "--layer_type", choices=["llama", "qwen3"], help="By default qwen3, or llama for --draft_form classic"
-    )
-    parser.add_argument(
         "--sampled_vocab_size",
         type=int,
         default=1024,
         help="Number of improbable tokens in the loss. By default %(default)s. A large number takes all",
     )
-    # In minutes on a CPU new tokens teach more than later TTT steps: those come when the first one is learned.
     parser.add_argument(
         "--learning_rate",
         type=float,
         help=f"By default {LEARNING_RATE}, or {LEARNING_RATE_OF_CONVERSATIONS} for conversations. Tried with small targets only",
-    )
-    parser.add_argument(
-        "--ttt_steps", type=int, default=5, help="Drafting steps in the unroll. By default %(default)s"
-    )
-    parser.add_argument(
-        "--ttt_warmup",
-        type=float,
-        default=0.8,
-        help="Share of the time in which the unroll grows to --ttt_steps. By default %(default)s",
     )
     parser.add_argument(
         "--ttt_row_share",
@@ -303,7 +289,6 @@ def parse_arguments() -> argparse.Namespace:
         help="Train and compare in bfloat16. Its rounding can change texts at near ties. By default on if the hardware supports it",
     )
     args = parser.parse_args()
-    args.layer_type = args.layer_type or ("llama" if args.draft_form == "classic" else "qwen3")
     if args.target is not None and args.dataset is None:
         parser.error("--target needs a --dataset to train its draft on")
     return args

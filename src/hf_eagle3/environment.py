@@ -108,13 +108,16 @@ def public_name(name: str | None) -> str | None:
     return PureWindowsPath(name).name if is_path(name) else name  # takes both kinds of slashes
 
 
+def on_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """Returns a copy of nested dictionaries and lists, with the function applied to all other values in them."""
+    if isinstance(value, dict):
+        return {key: on_leaves(function, each) for key, each in value.items()}
+    return [on_leaves(function, each) for each in value] if isinstance(value, list) else function(value)
+
+
 def without_paths(facts: Any) -> Any:
     """Returns a copy of a dictionary, list or value, with the `public_name` of each string in it."""
-    if isinstance(facts, dict):
-        return {key: without_paths(value) for key, value in facts.items()}
-    if isinstance(facts, list):
-        return [without_paths(value) for value in facts]
-    return public_name(facts) if isinstance(facts, str) and len(facts) < 1000 else facts
+    return on_leaves(lambda fact: public_name(fact) if isinstance(fact, str) and len(fact) < 1000 else fact, facts)
 
 
 def what_differs(before: Any, after: Any) -> str:
@@ -135,13 +138,12 @@ def in_home(value: Any) -> Any:
     Returns arguments of a command line, or a value of a YAML file, with `~/` expanded. Shells do it only where it begins an
     argument, and not after `--flag=`.
     """
-    if isinstance(value, dict):
-        return {key: in_home(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return list(map(in_home, value))
-    if not isinstance(value, str):
-        return value
-    return re.sub(r"^(--\w+=)?~/", lambda found: f"{found[1] or ''}{Path.home()}/", value)
+
+    def expanded(leaf: Any) -> Any:
+        is_text = isinstance(leaf, str)
+        return re.sub(r"^(--\w+=)?~/", lambda found: f"{found[1] or ''}{Path.home()}/", leaf) if is_text else leaf
+
+    return on_leaves(expanded, value)
 
 
 def print_any_character() -> None:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import trainers
 from conftest import CHAT_TEMPLATE, make_gpt2, make_target
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -23,21 +24,9 @@ def make_trainer(tokenizer, rows, tmp_path, template=CHAT_TEMPLATE, model=None, 
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = template
     dataset = Dataset.from_dict(rows) if isinstance(rows, dict) else rows
-    arguments = {
-        "max_steps": 1,
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        **arguments,
-    }
-    return Eagle3Trainer(
-        model=model,
-        target_model=make_target("llama", vocab_size=len(tokenizer)),
-        args=Eagle3TrainingArguments(str(tmp_path), **arguments),
-        train_dataset=dataset.to_iterable_dataset() if stream else dataset,
-        processing_class=tokenizer,
-    )
+    dataset = dataset.to_iterable_dataset() if stream else dataset
+    target = make_target("llama", vocab_size=len(tokenizer))
+    return trainers.make_trainer(tmp_path, tokenizer, model, dataset, target, **{"max_steps": 1, **arguments})
 
 
 def chat(role="assistant", num_rows=4):

@@ -168,6 +168,9 @@ TINY = {
     "gemma_4_31b_it": lambda: gemma4()[0],
 }
 
+# Extraction does not depend on the file. Training from features loads the ends of the target: of one for text, and one that sees.
+WITH_FEATURES = ("qwen3_8b", "gemma_4_31b_it")
+
 
 @pytest.mark.parametrize("name", TINY)
 def test_steps_on_a_tiny_model_of_the_same_class(name, tmp_path, tokenizer, monkeypatch, run_recipe):
@@ -193,6 +196,8 @@ def test_steps_on_a_tiny_model_of_the_same_class(name, tmp_path, tokenizer, monk
     history = json.loads((tmp_path / "draft" / "checkpoint-5" / "trainer_state.json").read_text())
     assert history["global_step"] == 5
 
+    if name not in WITH_FEATURES:
+        return
     # And from features, with a target that has no layers.
     run_recipe("extract_features.py", *common, "--features_dir", tmp_path / "features")
     from_features = [*common, "--features_dir", tmp_path / "features", "--output_dir", tmp_path / "offline"]

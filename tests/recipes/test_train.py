@@ -25,7 +25,7 @@ from forked import run_forked
 from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel, get_peft_model
 from seeing import gemma3, make, make_image, make_processor
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, PrinterCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from trl import DatasetMixtureConfig, ScriptArguments, TrlParser
 
@@ -33,7 +33,6 @@ from hf_eagle3 import Eagle3ForSpeculation, Eagle3TrainingArguments
 from hf_eagle3.data.rows import without_nulls
 from hf_eagle3.hub import write_draft
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
-from hf_eagle3.training.console import EaglePrinterCallback
 from hf_eagle3.training.parser import Eagle3Parser
 
 
@@ -149,11 +148,11 @@ def test_a_killed_run_goes_on_to_the_same_losses(files, whole_run, tmp_path):
 
 def test_an_interrupted_run_says_how_to_go_on(files, tmp_path, monkeypatch, run_recipe):
     arguments = [*arguments_of(files, tmp_path / "out", max_steps=3), *FRESH]
-    monkeypatch.setattr(EaglePrinterCallback, "on_log", interrupt)
+    monkeypatch.setattr(PrinterCallback, "on_log", interrupt)
     result = run_recipe("train.py", *arguments)
     assert result.returncode == 1 and "from the beginning: there is no checkpoint yet" in result.stderr
     monkeypatch.undo()
-    monkeypatch.setattr(EaglePrinterCallback, "on_save", interrupt, raising=False)
+    monkeypatch.setattr(PrinterCallback, "on_save", interrupt, raising=False)
     result = run_recipe("train.py", *arguments)
     assert result.returncode == 1 and "Interrupted. To continue after checkpoint-2:" in result.stderr
     assert "Traceback" not in result.stderr

@@ -46,9 +46,8 @@ async def regenerate_by_server(
     Answers with an OpenAI-compatible server (vLLM, SGLang), `concurrency` conversations at a time.
 
     A request is sent again if its failure may pass (no connection, timeout, rate limit, 5xx), after waits that double, and not
-    before the time that the server asks for (`Retry-After`, at most a minute). A
-    row is left out for good if the server refuses it for its content (400, 413, 422) or filters the answer, or if the
-    answer is empty.
+    before the time that the server asks for (`Retry-After`, at most a minute). A row is left out for good if the server refuses
+    it for its content (400, 413, 422) or filters the answer, or if the answer is empty.
 
     Args:
         base_url (`str`): Address of the server, such as `http://localhost:8000/v1`.

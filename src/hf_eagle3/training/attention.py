@@ -111,7 +111,7 @@ class TreeTTTCache(UnrollCache):
         return torch.cat(outputs, dim=2)
 
 
-def recomputed(function: Callable, *arguments: Any) -> torch.Tensor:
+def recomputed(function: Callable, *arguments: Any) -> Any:
     """Returns `function(*arguments)`, which backward computes again. It must not draw random numbers."""
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 

@@ -59,8 +59,6 @@ def what_is_broken(folder: str | Path) -> str | None:
             return f"it has no {name}{other}"
         except ValueError:
             return f"its {name} is cut off"
-        if not isinstance(content[name], dict):
-            return f"its {name} is not a JSON object"
     for name, expected in content[CHECKPOINT_FILES].items():
         if not (folder / name).is_file():
             return f"its {name} is missing"

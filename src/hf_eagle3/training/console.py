@@ -29,21 +29,13 @@ def shown(logs: dict | None) -> dict:
 
 
 class FewFigures(TrainerCallback):
-    """Passes on few figures of a log, to one of transformers' callbacks that show them."""
+    """Passes on few figures of a log to transformers' progress bar, or to its printer (`disable_tqdm`)."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict | None = None, **kwargs: Any) -> None:
         if few := shown(logs):
             if isinstance(self, PrinterCallback):  # without a bar
                 few = {"step": f"{state.global_step}/{state.max_steps}", **few}
             super().on_log(args, state, control, logs=few, **kwargs)
-
-
-class EagleProgressCallback(FewFigures, ProgressCallback):
-    """Transformers' progress bar with few figures."""
-
-
-class EaglePrinterCallback(FewFigures, PrinterCallback):
-    """Transformers' printer with few figures and the progress, for `disable_tqdm`."""
 
 
 def with_losses_per_step(logs: dict | None) -> dict:
@@ -65,20 +57,14 @@ class FewColumns(TrainerCallback):
         super().on_evaluate(args, state, control, metrics=few, **kwargs)
 
 
-CALLBACKS = {ProgressCallback: EagleProgressCallback, PrinterCallback: EaglePrinterCallback}
-
-
-def callbacks_of_notebooks() -> dict[type, type]:
-    if not is_in_notebook():
-        return {}
-    from transformers.utils.notebook import NotebookProgressCallback  # needs IPython
-
-    return {NotebookProgressCallback: type("EagleNotebookCallback", (FewColumns, NotebookProgressCallback), {})}
-
-
 def show_few(trainer: Trainer) -> None:
-    """Replaces transformers' callbacks by ours."""
-    for theirs, ours in (CALLBACKS | callbacks_of_notebooks()).items():
+    """Lets transformers' callbacks show few figures."""
+    kinds: dict[type, type] = {ProgressCallback: FewFigures, PrinterCallback: FewFigures}
+    if is_in_notebook():
+        from transformers.utils.notebook import NotebookProgressCallback  # needs IPython
+
+        kinds[NotebookProgressCallback] = FewColumns
+    for theirs, few in kinds.items():
         if any(type(callback) is theirs for callback in trainer.callback_handler.callbacks):
             trainer.remove_callback(theirs)
-            trainer.add_callback(ours)
+            trainer.add_callback(type(f"Eagle{theirs.__name__}", (few, theirs), {}))

@@ -140,19 +140,13 @@ def without_repeated_rows(trainer: Eagle3Trainer, inputs: dict[str, torch.Tensor
 @contextmanager
 def kept_precision(model: torch.nn.Module) -> Iterator[None]:
     """
-    Restores a model's tensors at the end. `bf16_full_eval` and `fp16_full_eval` cast the model, and training would go on
-    in half precision.
+    Restores a draft's parameters at the end. `bf16_full_eval` and `fp16_full_eval` cast the draft, and training would go on
+    in half precision. Its rotary frequencies, the only floats among its buffers, keep their precision themselves.
     """
-    parameters = [(parameter, parameter.data) for parameter in model.parameters()]
-    buffers = [(module, dict(module._buffers)) for module in model.modules()]
+    kept = [(parameter, parameter.data) for parameter in model.parameters()]
     try:
         yield
     finally:
-        for parameter, data in parameters:
+        for parameter, data in kept:
             if parameter.dtype != data.dtype:
                 parameter.data = data.to(parameter.device)
-        for module, own in buffers:
-            for name, buffer in own.items():
-                now = module._buffers[name]
-                if buffer is not None and now is not None and now.dtype != buffer.dtype:
-                    module._buffers[name] = buffer.to(now.device)

@@ -179,10 +179,6 @@ class FeatureCollator:
         if "feature_row" not in examples[0]:  # evaluation runs the target
             return batch
         states = [self.store[example["feature_row"]] for example in examples]
-        if any(len(each) != len(example["input_ids"]) for each, example in zip(states, examples)):
-            raise ValueError(
-                f"Rows and features in {self.store.folder} have different lengths. Extract them again, into another folder."
-            )
         if len(batch["input_ids"]) != len(examples):  # without padding all examples are in one row
             states = [torch.cat(states)]
         padded = states[0].new_zeros(*batch["input_ids"].shape, *states[0].shape[1:])

@@ -11,15 +11,11 @@ from typing import Any
 import yaml
 from trl import TrlParser
 
-from ..environment import in_home, print_any_character
+from ..environment import in_home, on_leaves, print_any_character
 
 
-def with_numbers(value: Any) -> Any:
-    """Returns a value of a YAML file with the numbers of its dictionaries and lists that YAML takes for texts (`1e-5`)."""
-    if isinstance(value, dict):
-        return {key: with_numbers(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [with_numbers(each) for each in value]
+def as_number(value: Any) -> Any:
+    """Returns a value of a YAML file, as a number if it is one that YAML takes for a text (`1e-5`)."""
     is_number = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
     return float(value) if is_number else value
 
@@ -59,7 +55,7 @@ class Eagle3Parser(TrlParser):
         """Takes the values of the YAML file as defaults. YAML reads `eval_strategy: no` as false, and `1e-5` as a text."""
         kwargs = in_home(kwargs)
         strategies = {key: "no" for key, value in kwargs.items() if value is False and key.endswith("_strategy")}
-        nested = {key: with_numbers(value) for key, value in kwargs.items() if isinstance(value, dict | list)}
+        nested = {key: on_leaves(as_number, value) for key, value in kwargs.items() if isinstance(value, dict | list)}
         return super().set_defaults_with_config(**kwargs | nested | strategies)
 
     def parse_args_and_config(self, args: Iterable[str] | None = None, *others: Any, **kwargs: Any) -> tuple:

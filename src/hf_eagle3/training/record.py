@@ -129,10 +129,8 @@ def check_same_launch(trainer: Eagle3Trainer, checkpoint: str) -> None:
 
 def check_same_draft(trainer: Eagle3Trainer, checkpoint: str) -> None:
     """Raises `ValueError` if a checkpoint has another draft, or an adapter with other settings."""
-    model, has_adapter = (
-        trainer.accelerator.unwrap_model(trainer.model),
-        Path(checkpoint, ADAPTER_CONFIG_NAME).is_file(),
-    )
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    has_adapter = Path(checkpoint, ADAPTER_CONFIG_NAME).is_file()
     if has_adapter != isinstance(model, PeftModel):
         what = ("an adapter", "a whole draft") if has_adapter else ("a whole draft", "an adapter")
         raise ValueError(
@@ -168,8 +166,7 @@ def check_same_settings(trainer: Eagle3Trainer, checkpoint: str, state: TrainerS
     }
     fixed = (*args.FIXED_ON_RESUME, *FIXED_IN_SCRIPTS)
     defaults = {field.name: field.default for field in fields(args)}
-    then, now = ({name: each[name] for name in fixed if name in each} for each in (then, now["arguments"]))
-    then, now = ({name: each.get(name, defaults.get(name)) for name in {**then, **now}} for each in (then, now))
+    then, now = ({name: each.get(name, defaults.get(name)) for name in fixed} for each in (then, now["arguments"]))
     if difference := what_differs(then | {name: record[name] for name in facts}, now | facts):
         raise ValueError(
             f"{checkpoint} was trained with other settings: {difference}. Pass the settings that this training began with, or begin "

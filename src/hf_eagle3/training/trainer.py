@@ -555,13 +555,6 @@ class Eagle3Trainer(DraftSavingTrainer):
             )
         return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> None:
-        """Not supported: a trainer holds one draft."""
-        raise NotImplementedError(
-            "`Eagle3Trainer` trains one draft, and has no `model_init` to make another for each trial. Make a trainer for each trial, "
-            "with its own `output_dir`, in a loop or in the objective of `optuna.create_study(...).optimize`."
-        )
-
 
 def _forward_or_unroll(self: DraftModel, *args: Any, unroll: Callable | None = None, **kwargs: Any) -> Any:
     if unroll is not None:

@@ -20,11 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from ..remote_code.modeling_eagle3 import DraftModel
 from ..remote_code.text_eagle3 import take_rows
-from .attention import TreeTTTCache, TTTCache
+from .attention import TreeTTTCache, TTTCache, recomputed
 from .losses import DraftLoss, acceptance_rates, log_sum_exp, pieces, probabilities
 
 
@@ -356,7 +355,5 @@ def in_pieces(score: Callable, rows: int, head: Callable, *tensors: torch.Tensor
     if tensors[0].shape[1] <= rows:
         return score(head, *tensors)
     parts = zip(*(tensor.split(rows, dim=1) for tensor in tensors))
-    # No head draws random numbers.
-    scores = [checkpoint(score, head, *each, use_reentrant=False, preserve_rng_state=False) for each in parts]
-    sums, *others = zip(*scores)
+    sums, *others = zip(*(recomputed(score, head, *each) for each in parts))  # no head draws random numbers
     return sum(sums), *(torch.cat(each, dim=1) for each in others)
