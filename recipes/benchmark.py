@@ -32,7 +32,12 @@ import argparse
 import hashlib
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+
+
+if find_spec("datasets") is None:
+    raise SystemExit("This script needs more packages: pip install 'hf-eagle3[train]'")
 
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, CompileConfig, ProcessorMixin

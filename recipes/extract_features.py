@@ -52,7 +52,7 @@ class ExtractionScriptArguments(TrainScriptArguments):
 
 def main():
     types = (ExtractionScriptArguments, Eagle3TrainingArguments, TargetConfig, DatasetMixtureConfig)
-    parser = Eagle3Parser(types, without=("use_peft", "lora_", "use_rslora", "use_dora"))
+    parser = Eagle3Parser(types, without=("use_peft", "lora_", "use_rslora", "use_dora"), description=__doc__)
     parser.set_defaults(ddp_timeout=MOST_WAITED)
     script_args, training_args, target_config, mixture = parser.parse_args_and_config()
     folder, script_args.features_dir = script_args.features_dir, None

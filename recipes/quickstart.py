@@ -25,7 +25,12 @@ import shutil
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
+
+
+if find_spec("trl") is None:
+    raise SystemExit("This script needs more packages: pip install 'hf-eagle3[train]'")
 
 import torch
 from datasets import Dataset

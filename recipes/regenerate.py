@@ -24,9 +24,15 @@ me/ultrachat-qwen3-8b` makes of it.
 """
 
 import asyncio
+import logging
 import sys
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from importlib.util import find_spec
+
+
+if find_spec("trl") is None:
+    raise SystemExit("This script needs more packages: pip install 'hf-eagle3[train]'")
 
 import torch
 from accelerate import PartialState
@@ -41,13 +47,15 @@ from hf_eagle3.data.answers import Output, push_dataset
 from hf_eagle3.data.regeneration import beginnings, has_texts, regenerate_locally
 from hf_eagle3.data.rows import RowError, read_template_kwargs
 from hf_eagle3.data.server import regenerate_by_server
-from hf_eagle3.environment import run_script
+from hf_eagle3.environment import run_script, warn_of_slow_bfloat16
 from hf_eagle3.evaluation.drafts import load_draft
 from hf_eagle3.tokenizer import read_template
 from hf_eagle3.training.arguments import check_integers, check_shares
 from hf_eagle3.training.models import load_processing_class
 from hf_eagle3.training.parser import Eagle3Parser
 
+
+logger = logging.getLogger(__name__)
 
 MOST_WAITED = timedelta(days=7)  # for the slowest process
 # Arguments that only training uses.
@@ -176,6 +184,7 @@ def ask_target(script_args, args, target_config, device, processing_class, pendi
     )
     if target_config.device_map is None:
         target = target.to(device)
+    warn_of_slow_bfloat16(target, target.device, logger)
     draft = None
     if script_args.draft_name_or_path is not None:
         draft = load_draft(script_args.draft_name_or_path, dtype=target.dtype)
@@ -198,9 +207,8 @@ def check_who_answers(args, target_config) -> None:
 
 
 def main():
-    parser = Eagle3Parser(
-        (RegenerationScriptArguments, RegenerationArguments, TargetConfig, DatasetMixtureConfig), WITHOUT
-    )
+    dataclasses = (RegenerationScriptArguments, RegenerationArguments, TargetConfig, DatasetMixtureConfig)
+    parser = Eagle3Parser(dataclasses, WITHOUT, description=__doc__)
     script_args, args, target_config, mixture = parser.parse_args_and_config()
     # Without this, processes on CPUs would not know of each other.
     is_cpu = not torch.accelerator.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")

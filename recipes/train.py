@@ -31,7 +31,12 @@ import sys
 import tempfile
 import traceback
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
+
+
+if find_spec("trl") is None:
+    raise SystemExit("This script needs more packages: pip install 'hf-eagle3[train]'")
 
 from accelerate import PartialState
 from datasets import (
@@ -309,7 +314,7 @@ def train(trainer: Eagle3Trainer) -> None:
         if args.enable_jit_checkpoint and trainer.state.global_step < trainer.state.max_steps:  # it ends on SIGTERM
             raise KeyboardInterrupt
     except KeyboardInterrupt:
-        command = command_line(["accelerate", "launch", "recipes/train.py", *sys.argv[1:]])
+        command = command_line(["accelerate", "launch", *sys.argv])
         checkpoint = get_last_checkpoint(folder) if folder.is_dir() else None
         if checkpoint is not None and "--resume_from_checkpoint" not in command:
             command += " --resume_from_checkpoint true"
@@ -366,7 +371,8 @@ def next_steps(trainer: Eagle3Trainer, target: str, base: str | None, is_adapter
 def main() -> None:
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hf_eagle3").setLevel(logging.INFO)
-    parser = Eagle3Parser((TrainScriptArguments, Eagle3TrainingArguments, TargetConfig, DatasetMixtureConfig))
+    dataclasses = (TrainScriptArguments, Eagle3TrainingArguments, TargetConfig, DatasetMixtureConfig)
+    parser = Eagle3Parser(dataclasses, description=__doc__)
     script_args, training_args, target_config, mixture = parser.parse_args_and_config()
     with errors_in_one_line():
         check_output_dir(training_args)

@@ -1,9 +1,13 @@
 import io
+import runpy
 import sys
 
 import pytest
+import torch
+from conftest import RECIPES, make_target
 from huggingface_hub.errors import StrictDataclassError
 
+from hf_eagle3.checkpoints.target import load_on_device
 from hf_eagle3.environment import command_line, is_path, run_script, without_paths
 
 
@@ -36,6 +40,25 @@ def test_errors_of_scripts_are_shown_in_a_line(error):
 
     with pytest.raises(SystemExit, match=f"^{error.__name__}: what to do$"):
         run_script(main)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_processor_without_bfloat16(tmp_path, monkeypatch, caplog, dtype):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    make_target("llama").to(dtype).save_pretrained(tmp_path)
+    assert load_on_device(tmp_path, "cpu").dtype == dtype
+    assert ("Load the target in float32: `--dtype float32`" in caplog.text) is (dtype == torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "recipe", ["benchmark", "extract_features", "quickstart", "regenerate", "train", "trim_vocabulary"]
+)
+def test_recipes_say_what_to_install(recipe, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.syspath_prepend(RECIPES)
+    monkeypatch.delitem(sys.modules, "train", raising=False)  # which some of them import
+    with pytest.raises(SystemExit, match=r"pip install 'hf-eagle3\[train\]'"):
+        runpy.run_path(str(RECIPES / f"{recipe}.py"), run_name="__main__")
 
 
 def test_the_home_folder(tmp_path, monkeypatch):

@@ -36,6 +36,20 @@ def machine_name(device: torch.device | str) -> str:
     return f"{found[1] if found else platform.machine()}, {os.cpu_count()} cores"
 
 
+def emulates_bfloat16(device: torch.device) -> bool:
+    """Whether a device computes bfloat16 in software, several times slower than float32."""
+    return device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported()
+
+
+def warn_of_slow_bfloat16(target: transformers.PreTrainedModel, device: torch.device, logger: Any) -> None:
+    """Warns if a target is in bfloat16, and the device that it runs on computes that in software."""
+    if target.dtype == torch.bfloat16 and emulates_bfloat16(device):
+        logger.warning(
+            "This processor computes bfloat16 in software, which is several times slower than float32. Load the target in float32: "
+            '`--dtype float32`, or `dtype="float32"` (for a trainer in `target_model_init_kwargs`).'
+        )
+
+
 def environment(device: torch.device | str) -> dict[str, str | int]:
     """Returns versions and machine, to store beside a measurement."""
     return {

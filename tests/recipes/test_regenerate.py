@@ -122,7 +122,8 @@ def test_part_of_a_split_in_the_roles_of_sharegpt(tmp_path, run_recipe):
     assert [row["messages"] for row in rows] == [expected] * 3
 
 
-def test_a_target_in_the_process(tmp_path, data, tokenizer, run_recipe, caplog):
+def test_a_target_in_the_process(tmp_path, data, tokenizer, run_recipe, caplog, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     make_target("llama").save_pretrained(tmp_path / "target")
     bare = copy.deepcopy(tokenizer)
     bare.chat_template = None
@@ -132,15 +133,17 @@ def test_a_target_in_the_process(tmp_path, data, tokenizer, run_recipe, caplog):
     assert not (tmp_path / "out").exists()
     (tmp_path / "chat.jinja").write_text(tokenizer.chat_template)
     command += ("--chat_template_path", tmp_path / "chat.jinja")
-    result = run_recipe("regenerate.py", *command, "--max_new_tokens", 5, "--temperature", 0, "--batch_size", 8)
+    command += ("--dtype", "bfloat16", "--temperature", 0)
+    result = run_recipe("regenerate.py", *command, "--max_new_tokens", 5, "--batch_size", 8)
     assert result.returncode == 0, result.stderr[-3000:]
+    assert "Load the target in float32: `--dtype float32`" in caplog.text
     written = len(load_dataset("json", data_files=str(tmp_path / "out" / "*.jsonl"), split="train"))
     assert f"{written} rows written" in result.stdout and written > NUM_ROWS // 2
     # A random target says special tokens, too.
     assert f"{NUM_ROWS - written} were left out" in result.stdout
     if written < NUM_ROWS:
         assert "is left out: its answer has the special tokens" in caplog.text
-    result = run_recipe("regenerate.py", *command, "--max_new_tokens", 6, "--temperature", 0)
+    result = run_recipe("regenerate.py", *command, "--max_new_tokens", 6)
     assert result.returncode == 1 and "max_new_tokens was 5 before, 6 after" in result.stderr
 
 

@@ -158,7 +158,7 @@ def test_an_interrupted_run_says_how_to_go_on(files, tmp_path, monkeypatch, run_
     assert "Traceback" not in result.stderr
     monkeypatch.undo()
     command = shlex.split(result.stderr.strip().splitlines()[-1])
-    assert command[:3] == ["accelerate", "launch", "recipes/train.py"]
+    assert command[:3] == ["accelerate", "launch", str(RECIPES / "train.py")]  # as it was called
     assert len(losses(run_recipe("train.py", *command[3:]))) == 1
 
 
@@ -443,6 +443,7 @@ def test_misspelled_arguments(tmp_path, run_recipe, where):
     arguments = ("--tt_steps", 3) if where == "flag" else ("--config", tmp_path / "config.yaml")
     result = run_recipe("train.py", *arguments)
     assert result.returncode == 2 and "--tt_steps (did you mean --ttt_steps?)" in result.stderr
+    assert len(result.stderr.splitlines()) == 2
 
 
 @pytest.mark.parametrize("content", [None, "a: [", "\ttt_steps: 3"])
@@ -454,6 +455,16 @@ def test_a_config_that_cannot_be_read(tmp_path, run_recipe, content):
         result = run_recipe(script, "--config", path)
         assert result.returncode == 2
         assert result.stderr.startswith(f"{script}: error: {path} cannot be read (`--config`): ")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("datasets: [{path: a, foo: 1}]", "unexpected keyword argument 'foo'"), ("output_dir: 2024", "not int")],
+)
+def test_a_config_with_values_of_another_type(tmp_path, run_recipe, content, message):
+    (tmp_path / "config.yaml").write_text(content)
+    result = run_recipe("train.py", "--config", tmp_path / "config.yaml", "--use_cpu")
+    assert result.returncode == 2 and result.stderr.startswith("train.py: error: ") and message in result.stderr
 
 
 def test_strategies_of_a_file(tmp_path):
@@ -522,6 +533,9 @@ def test_the_home_folder(tmp_path, monkeypatch, form):
 
 def test_help(run_recipe):
     help_ = run_recipe("train.py", "--help").stdout
+    # Not a usage of 165 lines, which argparse would also print before each error.
+    assert help_.startswith("usage: train.py [--config FILE.yaml] [--FLAG VALUE ...]\n\nTrains an EAGLE-3 draft")
+    assert "--dataset_train_split train_sft --assistant_only_loss \\\n" in help_
     titles = re.findall(r"^(\S.*):$", help_, re.M)
     ours = ["TrainScriptArguments", "Eagle3TrainingArguments", "TargetConfig"]
     assert [title for title in titles if title in ours] == ours and "inherited from trl's SFTConfig" in titles

@@ -11,9 +11,14 @@ from transformers import (
     BitsAndBytesConfig,
     PreTrainedModel,
 )
+from transformers.utils import logging
 
+from ..environment import warn_of_slow_bfloat16
 from ..file_checks import without_load_report
 from ..tokenizer import check_is_target
+
+
+logger = logging.get_logger(__name__)
 
 
 def target_class(name: str | Path, with_images: bool = False, **kwargs: Any) -> Any:
@@ -56,13 +61,16 @@ def load_on_device(
     """
     auto_class = target_class(name, with_images, **kwargs)
     if bits is None:
-        return auto_class.from_pretrained(name, dtype=dtype, **kwargs).to(device).eval()
-    dtype = "bfloat16" if bits == 4 and dtype == "auto" else dtype
-    in_4_bits = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
-    quantization_config = BitsAndBytesConfig(**(in_4_bits if bits == 4 else {"load_in_8bit": True}))
-    # Quantized weights are not moved.
-    kwargs |= {"device_map": {"": device}, "quantization_config": quantization_config}
-    return auto_class.from_pretrained(name, dtype=dtype, **kwargs).eval()
+        target = auto_class.from_pretrained(name, dtype=dtype, **kwargs).to(device).eval()
+    else:
+        dtype = "bfloat16" if bits == 4 and dtype == "auto" else dtype
+        in_4_bits = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
+        quantization_config = BitsAndBytesConfig(**(in_4_bits if bits == 4 else {"load_in_8bit": True}))
+        # Quantized weights are not moved.
+        kwargs |= {"device_map": {"": device}, "quantization_config": quantization_config}
+        target = auto_class.from_pretrained(name, dtype=dtype, **kwargs).eval()
+    warn_of_slow_bfloat16(target, target.device, logger)
+    return target
 
 
 def load_ends(name: str | Path, revision: str | None = None, **kwargs: Any) -> PreTrainedModel:

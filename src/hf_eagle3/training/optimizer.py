@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..environment import emulates_bfloat16
+
 
 if TYPE_CHECKING:
     from .arguments import Eagle3TrainingArguments
@@ -60,11 +62,6 @@ class Float32Muon(torch.optim.Muon):
                 update = orthogonalized(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 weight.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(weight.shape)))
-
-
-def emulates_bfloat16(device: torch.device) -> bool:
-    """Whether a device computes bfloat16 in software, several times slower than float32."""
-    return device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported()
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

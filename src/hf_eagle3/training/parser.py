@@ -20,6 +20,10 @@ def as_number(value: Any) -> Any:
     return float(value) if is_number else value
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows defaults, and the description as it is."""
+
+
 class Eagle3Parser(TrlParser):
     """
     TRL's parser of flags and a YAML file (`--config`). Its help shows our own flags first, and inherited ones by their
@@ -28,9 +32,15 @@ class Eagle3Parser(TrlParser):
     Args:
         dataclass_types (`Iterable[type]`): The dataclasses to parse.
         without (`tuple[str, ...]`, *optional*): Prefixes of fields that the script does not use. They are no flags.
+        kwargs (*optional*): For `argparse.ArgumentParser`, such as the `description`.
     """
 
     def __init__(self, dataclass_types: Iterable[type], without: tuple[str, ...] = (), **kwargs: Any):
+        kwargs = {
+            "usage": "%(prog)s [--config FILE.yaml] [--FLAG VALUE ...]",  # argparse would name every flag, also before each error
+            "formatter_class": HelpFormatter,
+            **kwargs,
+        }
         super().__init__(dataclass_types, **kwargs)  # type: ignore[arg-type]  # a `NewType` that no class has
         for action in [action for action in self._actions if action.dest.startswith(without)]:
             action.help = argparse.SUPPRESS  # the field keeps its default
@@ -85,5 +95,5 @@ class Eagle3Parser(TrlParser):
             self.error(f"the command line or the YAML file has unknown arguments: {', '.join(hints)}")
         try:
             return super().parse_args_and_config(args, *others, **kwargs)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             self.exit(2, f"{self.prog}: error: {error}\n")

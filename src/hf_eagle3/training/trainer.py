@@ -22,6 +22,7 @@ from ..data import ImageCollator, ImageReader, num_positions, shows_images
 from ..data.answers import locked
 from ..data.checks import report_dropped, row_lengths
 from ..data.encoding import read_whole
+from ..environment import warn_of_slow_bfloat16
 from ..hub import repo_name
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.modeling_eagle3 import DraftModel
@@ -53,7 +54,7 @@ from .features import (
 )
 from .metrics import TTTMetrics
 from .models import draft_to_train, load_target
-from .optimizer import emulates_bfloat16, muon_with_adamw
+from .optimizer import muon_with_adamw
 from .preparation import (
     CheckedCollator,
     SeededLengthSampler,
@@ -253,11 +254,7 @@ class Eagle3Trainer(DraftSavingTrainer):
             draft.generation_config.assistant_confidence_threshold = CONFIDENCE_THRESHOLD
         self.aux_layer_ids = draft.resolve_aux_layer_ids(self.target_model)
         self.target_states = TargetStates(self.target_model, self.aux_layer_ids)
-        if self.target_model.dtype == torch.bfloat16 and emulates_bfloat16(self.accelerator.device):
-            logger.warning(
-                "This processor computes bfloat16 in software, which is several times slower than float32. Load the target in float32: "
-                '`target_model_init_kwargs={"dtype": "float32"}`, or `--dtype float32` for recipes/train.py.'
-            )
+        warn_of_slow_bfloat16(self.target_model, self.accelerator.device, logger)
         if store is not None:
             description = describe(self.target_model, self.processing_class, self.aux_layer_ids)
             store.check(description, fixed_arguments(self.args))
