@@ -1,13 +1,16 @@
 import ast
 import copy
+import gc
 import json
 import logging
 import pickle
 import statistics
 import sys
+import weakref
 from concurrent.futures import Future
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -42,7 +45,7 @@ from transformers.utils import PushInProgress
 from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
+from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments, assist
 from hf_eagle3.baselines import BASELINES
 from hf_eagle3.checkpoints import load_ends
 from hf_eagle3.data import documents_of_row, prompt_of
@@ -404,6 +407,15 @@ def test_the_rest_of_an_epoch_in_several_processes_has_its_order(tmp_path, token
     assert [batch.tolist() for batch in rest] == whole[2:] and sorted(sum(whole, [])) != sum(whole, [])
 
 
+def test_the_order_of_grouped_rows_does_not_depend_on_the_number_of_processes(tmp_path, tokenizer, monkeypatch):
+    arguments = {"dataset": TEXTS, "train_sampling_strategy": "group_by_length"}
+    one, other = (make_trainer(tmp_path, tokenizer, per_device_train_batch_size=size, **arguments) for size in (4, 2))
+    with monkeypatch.context() as patches:
+        patches.setattr(Eagle3TrainingArguments, "world_size", 2)
+        in_two = list(other._get_train_sampler())
+    assert in_two == list(one._get_train_sampler())
+
+
 def test_a_stream_that_is_shorter_than_training_goes_on_where_it_was(tmp_path, tokenizer):
     """Its ten rows are three batches, and the fifth step is the second one of the second pass."""
 
@@ -425,6 +437,22 @@ def test_a_stream_that_is_shorter_than_training_goes_on_where_it_was(tmp_path, t
         train(tmp_path / f"short-{step}", step)
         history, _ = train(tmp_path / f"short-{step}", 8, True)
         assert history == expected[0]
+
+
+def test_gradients_of_one_pass_over_a_stream_do_not_reach_the_next(tmp_path, tokenizer):
+    """Its ten rows are two steps of four. `Trainer` would add the gradients of the last two to those of the next step."""
+    leftovers = []
+
+    class Looks(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            leftovers.append(sum(weight.grad is not None for weight in model.parameters()))
+
+    steps = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 5}
+    trainer = make_trainer(tmp_path, tokenizer, dataset=TEXTS.select(range(10)).to_iterable_dataset(), **steps)
+    trainer.add_callback(Looks())
+    trainer.train()
+    assert leftovers == [0] * 5
+    assert max(entry.get("loss_per_step", 0) for entry in trainer.state.log_history) < 3  # not the sum of two steps
 
 
 def test_a_checkpoint_of_a_terminated_process_is_whole(tmp_path, tokenizer):
@@ -537,6 +565,34 @@ def test_a_training_goes_on_as_it_was_begun(tmp_path, tokenizer):
     trainer = make_trainer(tmp_path, tokenizer, **arguments, logging_steps=2)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 4
+
+
+def test_nothing_keeps_models_in_memory(tmp_path, tokenizer):
+    """As after `del` in a notebook, before the cell runs again."""
+    evaluation = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": TEXTS.select(range(3))}
+    trainer = make_trainer(tmp_path, tokenizer, max_steps=1, **evaluation)
+    trainer.train()
+    target, draft, inputs = trainer.target_model, trainer.draft.eval(), torch.tensor([[3, 4, 5]])
+    draft.generation_config.tree_policy = "auto"
+    target.generate(inputs, assistant_model=draft, max_new_tokens=8)
+    with assist(target, draft):
+        target.generate(inputs, max_new_tokens=8)
+    references = [weakref.ref(each) for each in (trainer, target, draft)]
+    del trainer, target, draft
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_trained_draft_can_be_pickled(tmp_path, tokenizer, bf16):
+    trainer = make_trainer(tmp_path, tokenizer, max_steps=1, bf16=bf16)
+    trainer.train()
+    draft, inputs = trainer.draft.eval(), torch.tensor([[3, 4, 5]])
+    copied, target = pickle.loads(pickle.dumps(draft)), make_target("llama")
+    texts = [
+        target.generate(inputs, assistant_model=each, max_new_tokens=8, do_sample=False) for each in (draft, copied)
+    ]
+    assert torch.equal(*texts)
 
 
 def test_half_precision_drafts_are_trained_in_float32(tmp_path, tokenizer):
@@ -1170,6 +1226,39 @@ def test_resuming_what_was_begun_otherwise(tmp_path, tokenizer):
         trainer = make_trainer(tmp_path, tokenizer, **{**settings, **shorter})
         with pytest.raises(ValueError, match="the end of a finished training, of 6 steps"):
             trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+
+
+def test_a_training_goes_on_in_another_precision(tmp_path, tokenizer):
+    """Also with a target of which bfloat16 rounds the weights."""
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    make_trainer(tmp_path, tokenizer, **{**settings, "max_steps": 2}).train()
+    target = make_target("llama").bfloat16()
+    trainer = make_trainer(tmp_path, tokenizer, target=target, bf16=True, **settings)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 4
+
+
+def test_the_best_figures_of_two_metrics_are_not_compared(tmp_path, tokenizer):
+    settings = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    settings |= {"eval_dataset": TEXTS.select(range(3)), "load_best_model_at_end": True}
+    make_trainer(tmp_path, tokenizer, max_steps=1, metric_for_best_model="loss_per_step", **settings).train()
+    trainer = make_trainer(tmp_path, tokenizer, max_steps=2, metric_for_best_model="acceptance_length", **settings)
+    with pytest.raises(
+        ValueError, match="metric_for_best_model was 'loss_per_step' before, 'acceptance_length' after"
+    ):
+        trainer.train(resume_from_checkpoint=True)
+    settings |= {"load_best_model_at_end": False}
+    make_trainer(tmp_path, tokenizer, max_steps=2, **settings).train(resume_from_checkpoint=True)
+
+
+def test_a_training_goes_on_with_its_kind_of_optimizer(tmp_path, tokenizer):
+    def make(optimizer):
+        trainer_class = partial(Eagle3Trainer, optimizer_cls_and_kwargs=(optimizer, {"lr": 0.01}))
+        return make_trainer(tmp_path, tokenizer, trainer_class=trainer_class, save_strategy="steps", save_steps=2)
+
+    make(torch.optim.AdamW).train()
+    with pytest.raises(ValueError, match="optimizers was 'AdamW' before, 'SGD' after"):
+        make(torch.optim.SGD).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
 @pytest.mark.parametrize(("own", "expected"), [(0.0, 0.02), (0.1, 0.1)])

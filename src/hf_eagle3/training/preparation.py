@@ -219,11 +219,12 @@ def prepare_vocabulary(
 class SeededLengthSampler(LengthGroupedSampler):
     """
     A sampler whose order follows from the seed and the epoch, so that a resumed training has it, too. It reads the epoch
-    itself, because accelerate does not pass `set_epoch` on to the rest of an epoch in several processes.
+    itself, because accelerate does not pass `set_epoch` on to the rest of an epoch in several processes. It groups the rows of
+    the steps of all processes, so that the order does not depend on their number.
     """
 
     def __init__(self, sampler: LengthGroupedSampler, trainer: Eagle3Trainer):
-        super().__init__(sampler.batch_size, lengths=sampler.lengths)
+        super().__init__(sampler.batch_size * trainer.args.world_size, lengths=sampler.lengths)
         self.trainer = trainer
 
     def __iter__(self) -> Iterator[int]:

@@ -19,7 +19,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME
 from ..environment import environment, public_name, what_differs, without_paths
 from ..hub.card import TRAINING_RECORD
 from ..remote_code.configuration_eagle3 import Eagle3Config
-from ..remote_code.loading_eagle3 import weights_digest
+from ..remote_code.loading_eagle3 import similarity, weights_digest
 
 
 if TYPE_CHECKING:
@@ -145,7 +145,9 @@ def check_same_draft(trainer: Eagle3Trainer, checkpoint: str) -> None:
         )
     else:
         theirs, ours = type(trainer.draft.config).from_pretrained(checkpoint), trainer.draft.config
-        if theirs.verifier_fingerprint not in (None, ours.verifier_fingerprint):
+        # Those of one target in two precisions are nearly the same.
+        fingerprints = [each.verifier_fingerprint for each in (theirs, ours) if each.verifier_fingerprint is not None]
+        if len(fingerprints) == 2 and similarity(*fingerprints) < 0.9999:
             raise ValueError(
                 f"{checkpoint} has a draft for another target than {ours.verifier}. Pass the target that this training began with."
             )
@@ -164,7 +166,9 @@ def check_same_settings(trainer: Eagle3Trainer, checkpoint: str, state: TrainerS
     facts = {
         name: now[name] for name in ("rows", "order_of_rows", "sequences_per_step") if record.get(name) is not None
     }
-    fixed = (*args.FIXED_ON_RESUME, *FIXED_IN_SCRIPTS)
+    fixed = (*args.FIXED_ON_RESUME, *FIXED_IN_SCRIPTS, "optimizers")
+    if None not in (state.best_metric, args.metric_for_best_model):  # figures of two metrics would be compared
+        fixed += ("metric_for_best_model", "greater_is_better")
     defaults = {field.name: field.default for field in fields(args)}
     then, now = ({name: each.get(name, defaults.get(name)) for name in fixed} for each in (then, now["arguments"]))
     if difference := what_differs(then | {name: record[name] for name in facts}, now | facts):

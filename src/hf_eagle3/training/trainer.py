@@ -260,7 +260,7 @@ class Eagle3Trainer(DraftSavingTrainer):
             store.check(description, fixed_arguments(self.args))
         # One forward of the wrapped model is one unroll, so DDP, FSDP and autocast work as around any forward. This
         # replaces the fused loss that `SFTTrainer` puts there.
-        draft.forward = MethodType(_forward_or_unroll, draft)
+        draft.forward = MethodType(forward, draft)
 
     def _move_target(self, only_ends: bool = False) -> None:
         """Moves the target, or only its embeddings and head, to the device, unless it is spread over several."""
@@ -463,21 +463,24 @@ class Eagle3Trainer(DraftSavingTrainer):
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list, torch.Tensor | None]:
         """
-        Lets all processes end a pass over a stream at the same step. Their parts of it may have different lengths, and
+        Ends a pass over a stream with its last whole step. `Trainer` would add the gradients of the batches after it to the first
+        step of the next pass. All processes end a pass at the same step: their parts of the stream may have different lengths, and
         processes that begin the next pass alone wait for the others forever.
 
         Raises `ValueError` if the data is a stream that ends before the first step. `Trainer` would end, or begin it again and
         again.
         """
-        if self.args.world_size > 1 and not isinstance(self.train_dataset, Dataset):
+        if not isinstance(self.train_dataset, Dataset):
             if epoch_iterator is self._ended_pass:
                 return [], None
             mine = list(islice(epoch_iterator, num_batches))
-            fewest = torch.tensor(len(mine), device=device)
-            torch.distributed.all_reduce(fewest, torch.distributed.ReduceOp.MIN)
+            fewest = torch.tensor(len(mine))
+            if self.args.world_size > 1:
+                fewest = fewest.to(device)
+                torch.distributed.all_reduce(fewest, torch.distributed.ReduceOp.MIN)
             if fewest < num_batches:
-                self._ended_pass = epoch_iterator
-            epoch_iterator = iter(mine[:fewest])
+                self._ended_pass, mine = epoch_iterator, []
+            epoch_iterator = iter(mine)
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches and self.state.global_step == 0:
             per_device, accumulation = self._train_batch_size, self.args.gradient_accumulation_steps
@@ -553,7 +556,8 @@ class Eagle3Trainer(DraftSavingTrainer):
         return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
 
-def _forward_or_unroll(self: DraftModel, *args: Any, unroll: Callable | None = None, **kwargs: Any) -> Any:
+# Its name is that of the method it replaces, because `pickle` looks a method up by its name.
+def forward(self: DraftModel, *args: Any, unroll: Callable | None = None, **kwargs: Any) -> Any:
     if unroll is not None:
         return unroll(self)
     return type(self).forward(self, *args, **kwargs)
