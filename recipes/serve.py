@@ -13,6 +13,7 @@ loads the same draft.
 """
 
 import argparse
+import time
 
 from transformers.cli.serve import Serve
 
@@ -46,6 +47,12 @@ def main():
         log_level=args.log_level,
         non_blocking=True,
     )
+    while server._thread.is_alive() and not server.server.started:
+        time.sleep(0.1)
+    if not server.server.started:
+        raise SystemExit(
+            "The server did not start, for the reason above. If the port is in use, pass another `--port`."
+        )
     (loaded,) = server._model_manager.loaded_models.values()  # it has no public attribute for its model
     try:
         with assist(loaded.model, draft.to(loaded.model.device)):

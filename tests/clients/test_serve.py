@@ -4,8 +4,6 @@ import json
 import socket
 import subprocess
 import sys
-import time
-import urllib.error
 import urllib.request
 
 import pytest
@@ -14,6 +12,12 @@ from transformers.utils.import_utils import is_serve_available
 
 
 pytestmark = pytest.mark.skipif(not is_serve_available(), reason="transformers[serving] is not installed")
+
+
+def serve(folder, port, **kwargs):
+    command = [sys.executable, RECIPES / "serve.py", "--target", folder / "target", "--draft", folder / "draft"]
+    command += ["--host", "127.0.0.1", "--port", port, "--device", "cpu"]
+    return subprocess.Popen(list(map(str, command)), text=True, **kwargs)
 
 
 @pytest.fixture(scope="module")
@@ -26,18 +30,10 @@ def url(tmp_path_factory, tokenizer):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, RECIPES / "serve.py", "--target", folder / "target", "--draft", folder / "draft"]
-    command += ["--host", "127.0.0.1", "--port", port, "--device", "cpu"]
-    process = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True)
+    process = serve(folder, port, stdout=subprocess.PIPE)
     for line in process.stdout:
         if line.startswith("Serving"):
             break
-    for _ in range(100):
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1)
-            break
-        except urllib.error.URLError:
-            time.sleep(0.1)
     yield f"http://127.0.0.1:{port}", folder / "target"
     process.kill()
     process.wait()
@@ -61,3 +57,11 @@ def test_answers_are_the_target_s(url, tokenizer, stream):
     else:
         text = json.loads(content)["choices"][0]["text"]
     assert text == expected
+
+
+def test_a_port_that_is_in_use(url):
+    address, target = url
+    process = serve(target.parent, address.rpartition(":")[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 1 and "Serving" not in out
+    assert "address already in use" in err and "pass another `--port`" in err
