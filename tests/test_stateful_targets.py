@@ -173,6 +173,21 @@ def test_an_interrupted_call_leaves_a_cache_to_go_on_from(family):
         assert_same_cache(actual.past_key_values, expected.past_key_values)
 
 
+@pytest.mark.skipif("lara_mini" not in RECURRENT, reason="needs a newer transformers")
+def test_a_plain_step_that_is_interrupted_leaves_a_window_to_go_on_from():
+    """Sliding layers beside recurrent states keep more than their window until a step ends."""
+    target, prompt = make_target("lara_mini", sliding_window=8), make_prompt(12)
+    draft, cache = make_draft(target, [prompt]), DynamicCache(config=target.config)
+    draft.generation_config.tree_policy = "auto"  # its first steps are plain
+    settings = {"past_key_values": cache, "assistant_model": draft, **SETTINGS}
+    with pytest.raises(InterruptedError):
+        target.generate(prompt, stopping_criteria=[Interrupt(14)], **settings)
+    text = target.generate(prompt, **SETTINGS)
+    known = text[:, : cache.get_seq_length() + 1]
+    rest = {**SETTINGS, "max_new_tokens": text.shape[1] - known.shape[1], "attention_mask": torch.ones_like(known)}
+    assert target.generate(known, past_key_values=cache, **rest).tolist() == text.tolist()
+
+
 @pytest.mark.parametrize("where", ["in the midst", "at its end"])
 @pytest.mark.parametrize("family", ["llama", "mistral-window", *CONVOLUTIONAL, "qwen3_5", "falcon_h1"])
 def test_a_forward_that_fails(family, where):
