@@ -67,6 +67,7 @@ class RowEncoder(PromptEncoder):
             Whether to learn only the completions of rows with prompts and completions.
         formatting_func (`Callable`, *optional*): Makes a text from a row.
         images ([`ImageReader`] or `str`, *optional*): Reads images, or says why rows with images are refused.
+        features (`Features`, *optional*): The types of the data set's columns; see [`~hf_eagle3.data.read_row`].
     """
 
     def __init__(
@@ -78,13 +79,14 @@ class RowEncoder(PromptEncoder):
         completion_only_loss: bool | None = None,
         formatting_func: Callable[[dict], str] | None = None,
         images: ImageReader | str = "and there is no processor to read them",
+        features: Features | None = None,
     ):
         template = training_template(tokenizer) if assistant_only_loss else None
         super().__init__(tokenizer, template)
         self.kind, self.vocab_size, self.formatting_func = kind, vocab_size, formatting_func
         self.assistant_only_loss, self.completion_only_loss = assistant_only_loss, completion_only_loss is not False
         self.is_marked = template is not None or has_markers(tokenizer)
-        self.images = images
+        self.images, self.features = images, features
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         """
@@ -123,7 +125,7 @@ class RowEncoder(PromptEncoder):
     def _read(self, row: dict[str, Any]) -> Row:
         """Reads a row, or the text that `formatting_func` makes of it. Refuses images that cannot be read."""
         if self.formatting_func is None or self.kind == "input_ids":
-            content = read_row(row, self.kind)
+            content = read_row(row, self.kind, self.features)
         else:
             text = self.formatting_func(row)
             if not isinstance(text, str):

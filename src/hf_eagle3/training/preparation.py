@@ -150,7 +150,9 @@ def encode(
     if not is_chat and kind != "input_ids" and tokenizer.eos_token is None:
         logger.warning("The tokenizer has no EOS token: texts are learned without an end. Name one with `eos_token`.")
     learned = args.assistant_only_loss, args.completion_only_loss
-    encoder = RowEncoder(tokenizer, kind, trainer.target_vocab_size, *learned, formatting_func, trainer.images)
+    encoder = RowEncoder(
+        tokenizer, kind, trainer.target_vocab_size, *learned, formatting_func, trainer.images, dataset.features
+    )
     if is_chat and args.assistant_only_loss and (end := encoder.unlearned_end(first)) is not None:
         logger.warning(
             f"The chat template ends the assistant's turns with {end!r} outside of `{{% generation %}}`, so the draft does not learn "
