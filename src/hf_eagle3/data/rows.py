@@ -70,6 +70,10 @@ class RowError(ValueError):
         super().__init__(reason)
 
 
+class NothingToLearn(RowError):
+    """Says that a row is well-formed, but has no answer to learn. A few of many rows may be like that."""
+
+
 class UnreachableError(RowError):
     """Says that a file or server of a row is not there now. It may be later."""
 
@@ -298,7 +302,8 @@ def read_messages(value: Any, name: str) -> list[dict]:
     dictionary of lists.
     """
     if not _is_something(value):
-        raise RowError(f"{name!r} is missing or has nothing in it")
+        kind = NothingToLearn if name in CONVERSATIONS else RowError
+        raise kind(f"{name!r} is missing or has nothing in it")
     if isinstance(value, str):
         raise RowError(
             f"{name!r} is the text {_shown(value)}, but must be a list of messages with role and content. {_advice(name)}"
