@@ -417,6 +417,21 @@ def test_saving_again_in_another_number_of_files(tmp_path, target, variant):
         assert again.norm.weight.equal(draft.norm.weight)
 
 
+def test_weights_that_could_not_be_loaded_again_are_not_saved(tmp_path, target):
+    draft = Eagle3ForSpeculation.from_target(target)
+    draft.save_pretrained(tmp_path / "draft")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "draft").glob("*.*")}
+    with torch.no_grad():
+        draft.fc.weight[0, 0] = torch.nan
+    with pytest.raises(
+        ValueError, match=r"\['fc.weight'\] of this draft have values that are NaN or infinite, so it could not"
+    ):
+        draft.save_pretrained(tmp_path / "draft")  # over an earlier checkpoint
+    assert {path.name: path.read_bytes() for path in (tmp_path / "draft").glob("*.*")} == before
+    with pytest.raises(ValueError, match="config.json is a file. Pass a folder"):
+        Eagle3ForSpeculation.from_target(target).save_pretrained(tmp_path / "draft" / "config.json")
+
+
 def test_saving_beside_another_model(tmp_path, target):
     draft = Eagle3ForSpeculation.from_target(target)
     target.save_pretrained(tmp_path)

@@ -11,6 +11,7 @@ import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 from safetensors.torch import save_file
+from torch.nn import Parameter
 from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 
 from ..auto import kind_of_draft
@@ -18,6 +19,7 @@ from ..environment import public_name
 from ..file_checks import read_file, read_index, read_json
 from ..remote_code.auto_eagle3 import logger
 from ..remote_code.configuration_eagle3 import DRAFT_KEYS
+from ..remote_code.target_eagle3 import FLOATS
 from ..tensor_names import WEIGHT_FILES, find, with_variant
 
 
@@ -99,6 +101,17 @@ def check_saving(draft: "DraftModel", folder: str | Path, is_main_process: bool)
     Checks that a draft can be loaded again, and that it may be saved to a folder (see [`check_folder`]). Raises `ValueError` if
     not, and warns if it does not name its target.
     """
+    # Those of shards and of quantized layers have types of their own.
+    plain = {
+        name: weight
+        for name, weight in draft.named_parameters()
+        if type(weight) is Parameter and weight.dtype in FLOATS
+    }
+    if broken := [name for name, weight in plain.items() if not weight.is_meta and not weight.isfinite().all()]:
+        raise ValueError(
+            f"{broken[:3]} of this draft have values that are NaN or infinite, so it could not be loaded again, and nothing was written "
+            f"to {folder}. Load the draft of an earlier checkpoint, or train with a lower learning rate."
+        )
     if draft.get_output_embeddings().out_features == 0:
         raise ValueError("This draft stores no head and uses its target's. Call `draft.pair_with(target)` first.")
     quantization = getattr(draft.config, "quantization_config", None)
@@ -122,10 +135,12 @@ def check_saving(draft: "DraftModel", folder: str | Path, is_main_process: bool)
 
 def check_folder(folder: str | Path, is_adapter: bool = False) -> None:
     """
-    Checks that a draft, or its adapter, may be saved to a folder, which need not exist. Raises `ValueError` if it has another
-    model, or an adapter, which transformers would load into a whole draft there.
+    Checks that a draft, or its adapter, may be saved to a folder, which need not exist. Raises `ValueError` if it is a file, or has
+    another model, or an adapter, which transformers would load into a whole draft there.
     """
     folder = Path(folder)
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file. Pass a folder, which need not exist.")
     names = ("config.json", ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, *WEIGHT_FILES)
     present = [name for name in names if (folder / name).exists()]
     check_no_other_model(folder, present, folder.joinpath, is_adapter)
