@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,6 +78,12 @@ class CheckedCollator:
             raise ValueError(
                 f"`data_collator` ({name}) cannot read rows with {sorted(examples[0])}: {error} Leave it out, or correct it."
             ) from error
+        if not isinstance(batch, Mapping) or "input_ids" not in batch:
+            what = f"only {sorted(batch)}" if isinstance(batch, Mapping) else type(batch).__name__
+            raise ValueError(
+                f"`data_collator` ({name}) returns {what}, but must return a dictionary with `input_ids` and `labels`. Leave it out, or "
+                "correct it."
+            )
         tokens, labels = batch["input_ids"], batch.get("labels")
         if labels is None:
             problem = "gives no `labels`"
@@ -89,7 +95,7 @@ class CheckedCollator:
                 problem = "gives labels to tokens that the rows exclude"
         if problem is not None:
             raise ValueError(f"`data_collator` ({name}) {problem}. Leave it out, or correct it.")
-        return batch
+        return dict(batch)
 
 
 def image_reader(
