@@ -303,6 +303,11 @@ def test_collators_of_callers(tmp_path, tokenizer):
         (shifting, 1, r"`data_collator` \(shifting\) gives labels that are neither the tokens"),
         (without_labels, 1, "gives no `labels`"),
         (list, 1, r"`data_collator` \(list\) returns list, but must return a dictionary"),
+        (
+            lambda examples: {"input_ids": [[5]], "labels": [[5]]},
+            1,
+            "list as `input_ids` and list as `labels`, not ten",
+        ),
         (lambda examples: {"ids": examples}, 1, r"returns only \['ids'\], but must"),
     ):
         args = Eagle3TrainingArguments(str(tmp_path), per_device_train_batch_size=batch_size, **arguments)

@@ -87,6 +87,10 @@ class CheckedCollator:
         tokens, labels = batch["input_ids"], batch.get("labels")
         if labels is None:
             problem = "gives no `labels`"
+        elif not (isinstance(tokens, torch.Tensor) and isinstance(labels, torch.Tensor)):
+            problem = (
+                f"gives {type(tokens).__name__} as `input_ids` and {type(labels).__name__} as `labels`, not tensors"
+            )
         elif not ((labels == tokens) | (labels == -100)).all():
             problem = "gives labels that are neither the tokens themselves, not shifted, nor -100"
         elif all("labels" in example for example in examples):
