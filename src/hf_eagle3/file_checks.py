@@ -24,7 +24,7 @@ from .environment import is_missing_folder
 from .remote_code.auto_eagle3 import logger
 from .remote_code.configuration_eagle3 import default_aux_layer_ids
 from .remote_code.loading_eagle3 import check_loading_info, read_config
-from .tensor_names import HUB_ARGUMENTS, LENIENT, WEIGHT_FILES, find, our_names, with_variant
+from .tensor_names import HUB_ARGUMENTS, LENIENT, WEIGHT_FILES, check_is_reachable, find, our_names, with_variant
 
 
 if TYPE_CHECKING:
@@ -207,6 +207,7 @@ def read_draft(
         if content is None and kwargs.get("config") is None:
             adapter = find(source, "adapter_config.json", **{**hub_kwargs, **LENIENT})
             if adapter is None:
+                check_is_reachable(source, "config.json", **hub_kwargs)
                 raise ValueError(f"{source}: {NO_CONFIG}")
             if read_json(adapter).get("base_model_name_or_path") is None:
                 raise ValueError(

@@ -359,6 +359,21 @@ def test_data_that_is_taken_as_it_is(tmp_path, tokenizer, caplog):
         make_trainer(tmp_path, tokenizer, dataset=rows([5, 6, 7, 8]), **arguments)
 
 
+def test_names_and_classes_in_place_of_models(tmp_path, tokenizer):
+    args = Eagle3TrainingArguments(str(tmp_path / "draft"), use_cpu=True, report_to="none")
+    for model, target, reason in (
+        (
+            Eagle3ForSpeculation,
+            make_target("llama"),
+            "`model` is the class Eagle3ForSpeculation, but must be the draft",
+        ),
+        ({}, make_target("llama"), "`model` is dict, but must be the draft, its name, or `None`"),
+        (None, str(tmp_path / "target"), "There is no folder .*target. Pass the folder of the target"),
+    ):
+        with pytest.raises((TypeError, FileNotFoundError), match=reason):
+            Eagle3Trainer(model, target, args, train_dataset=TEXTS, processing_class=tokenizer)
+
+
 def test_training_learns(tmp_path, tokenizer):
     # With an unroll that grows the loss has ever more terms.
     trainer = make_trainer(tmp_path, tokenizer, ttt_warmup=0, max_steps=60, learning_rate=2e-2)

@@ -20,7 +20,7 @@ from ..file_checks import read_file, read_index, read_json
 from ..remote_code.auto_eagle3 import logger
 from ..remote_code.configuration_eagle3 import DRAFT_KEYS
 from ..remote_code.target_eagle3 import FLOATS
-from ..tensor_names import WEIGHT_FILES, find, with_variant
+from ..tensor_names import WEIGHT_FILES, check_is_reachable, find, with_variant
 
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def read_tensors(source: str | Path, variant: str | None = None, **hub_kwargs: A
 
     Raises:
         FileNotFoundError: if there are no weights, or a file is missing.
+        OSError: if a file is not here, and the Hub cannot be asked.
         ValueError: if a file is cut off, holds something other than tensors, or names files outside of its folder.
     """
     names = [with_variant(name, variant) for name in WEIGHT_FILES]
@@ -45,11 +46,13 @@ def read_tensors(source: str | Path, variant: str | None = None, **hub_kwargs: A
         index = read_index(path)
         for part in sorted(set(index.values())):
             if (part_path := find(source, part, **hub_kwargs)) is None:
+                check_is_reachable(source, part, **hub_kwargs)
                 raise FileNotFoundError(f"{source}: {name} lists {part}, which does not exist. Download it again.")
             tensors |= read_file(part_path)
         if absent := sorted(index.keys() - tensors.keys()):
             raise ValueError(f"{source}: {name} lists tensors that its files do not hold: {absent}.")
         return tensors
+    check_is_reachable(source, names[0], **hub_kwargs)
     raise FileNotFoundError(
         f"{source} has no weights: none of {', '.join(names)}. If they are in a file of another name, download and rename it."
     )
