@@ -384,6 +384,9 @@ def test_a_few_conversations_may_have_no_answer(tokenizer, caplog):
     assert told in caplog.text and "Row 58: it has no message with the role 'assistant'" in caplog.text
     with pytest.raises(ValueError, match=r"2 of 5 rows .* cannot be learned from. Row 2: 'messages' is missing"):
         encode_rows(rows.select(range(55, 60)), encoder, "train")
+    mixed = Dataset.from_list([{"messages": said, "text": None}] * 59 + [{"messages": None, "text": "ab"}])
+    with pytest.raises(ValueError, match=r"1 of 60 rows .* cannot be learned from. .* but 'text' has"):
+        encode_rows(mixed, encoder, "train")
     wrong = Dataset.from_list([{"messages": each} for each in [said] * 58 + [[], [{"role": "user", "content": None}]]])
     with pytest.raises(ValueError, match=r"2 of 60 rows .* cannot be learned from. .* Row 59: message 0 of"):
         encode_rows(wrong, encoder, "train")

@@ -156,6 +156,10 @@ GOOD = {
 }
 BAD = {
     "no conversation": ({"messages": None}, "'messages' is missing or has nothing in it"),
+    "a row of another kind": (
+        {"messages": None, "text": "a"},
+        "'messages' has nothing in it, but 'text' has. All rows must",
+    ),
     "an empty one": ({"conversations": []}, "'conversations' is missing or has nothing in it"),
     "JSON": ({"messages": json.dumps(CHAT)}, "'messages' is the text .* parse it: .*json.loads"),
     "JSON as a prompt": (

@@ -173,6 +173,12 @@ def read_row(row: Mapping[str, Any], kind: str, features: Mapping[str, Any] | No
             "conversation, give their messages a `weight` of 0"
         )
     if kind in CONVERSATIONS:
+        others = [name for name in (*CONVERSATIONS, "text", "prompt", "input_ids") if _is_something(row.get(name))]
+        if others and kind not in others:
+            raise RowError(
+                f"{kind!r} has nothing in it, but {others[0]!r} has. All rows must have the same column to learn from: make messages of "
+                "these, or train on one kind"
+            )
         messages, images = with_places(read_conversation(row, kind), images)
         return Row(messages=messages, template_kwargs=read_template_kwargs(row), images=images)
     if kind != "prompt":
