@@ -99,11 +99,8 @@ def check_no_other_model(
         raise ValueError(f"{place} has {other} of another model, which the draft would damage. Choose another place.")
 
 
-def check_saving(draft: "DraftModel", folder: str | Path, is_main_process: bool) -> None:
-    """
-    Checks that a draft can be loaded again, and that it may be saved to a folder (see [`check_folder`]). Raises `ValueError` if
-    not, and warns if it does not name its target.
-    """
+def check_finite(draft: "DraftModel", folder: str | Path) -> None:
+    """Raises `ValueError` if weights of a draft that is to be saved to a folder are NaN or infinite, which loading refuses."""
     # Those of shards and of quantized layers have types of their own.
     plain = {
         name: weight
@@ -115,6 +112,14 @@ def check_saving(draft: "DraftModel", folder: str | Path, is_main_process: bool)
             f"{broken[:3]} of this draft have values that are NaN or infinite, so it could not be loaded again, and nothing was written "
             f"to {folder}. Load the draft of an earlier checkpoint, or train with a lower learning rate."
         )
+
+
+def check_saving(draft: "DraftModel", folder: str | Path, is_main_process: bool) -> None:
+    """
+    Checks that a draft can be loaded again, and that it may be saved to a folder (see [`check_folder`]). Raises `ValueError` if
+    not, and warns if it does not name its target.
+    """
+    check_finite(draft, folder)
     if draft.get_output_embeddings().out_features == 0:
         raise ValueError("This draft stores no head and uses its target's. Call `draft.pair_with(target)` first.")
     quantization = getattr(draft.config, "quantization_config", None)
