@@ -354,7 +354,8 @@ def check_num_states(draft: "DraftModel", info: dict[str, Any], source: str | Pa
         else "Correct its config.json."
     )
     raise ValueError(
-        f"`fc` of {source} reads {num_states} of its target's states, but config.json names {len(ids)} layers, {ids}. {advice}"
+        f"`fc.weight` of {source} reads {num_states} of its target's states ({stored[-1]} values, of {size} each), but config.json names "
+        f"{len(ids)} layers, {ids}. {advice}"
     )
 
 

@@ -830,7 +830,11 @@ def test_tensors_of_speculators_must_be_complete(tmp_path):
         (speculators_config(draft_vocab_size=40), mapping, "`t2d` marks other tokens"),
         (speculators_config(), {"lm_head.weight": torch.zeros(40, 32)}, "lm_head.weight"),
         (speculators_config(), {"markov_head.w1": torch.zeros(4)}, "markov_head.w1"),
-        (speculators_config(aux_hidden_state_layer_ids=[1, 2, 3]), {}, "fc.weight"),
+        (
+            speculators_config(aux_hidden_state_layer_ids=[1, 2, 3]),
+            {},
+            r"`fc.weight` .* reads 2 of .* 3 layers, \[1, 2, 3\]",
+        ),
         (speculators_config(target_hidden_size=64), {}, "fc.weight"),
     ):
         folder = write_checkpoint(tmp_path / "draft", config, **tensors)

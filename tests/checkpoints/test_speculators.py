@@ -255,7 +255,7 @@ def test_a_layer_that_was_only_compared_with(tmp_path, overrides):
     config["eagle_aux_hidden_state_layer_ids"].append(7)
     (tmp_path / "config.json").write_text(json.dumps(config))
     advice = (
-        r"reads 3 of its target's states, but config.json names 4 layers, \[2, 4, 5, 7\]. .*layer_ids=\[2, 4, 5\]`"
+        r"reads 3 of its target's states .*, but config.json names 4 layers, \[2, 4, 5, 7\]. .*layer_ids=\[2, 4, 5\]`"
     )
     for loader in (Eagle3ForSpeculation, AutoModel):
         with pytest.raises(ValueError, match=advice):
