@@ -66,6 +66,7 @@ from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArgumen
 from hf_eagle3.checkpoints import load_ends, target_class
 from hf_eagle3.data import read_json_lines, shows_images
 from hf_eagle3.data.answers import features_of
+from hf_eagle3.data.rows import with_json
 from hf_eagle3.environment import command_line, errors_in_one_line, folder_or_hub_id
 from hf_eagle3.training import FeatureStore
 from hf_eagle3.training.models import load_processing_class
@@ -186,7 +187,11 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
 
     try:
         # A stream would fail in the middle of training, at the first row with other columns.
-        return load(features_of_lines() if streaming and suffix != ".json" else None)
+        loaded = load(features_of_lines() if streaming and suffix != ".json" else None)
+        features = next(iter(loaded.values())).features if lines else None
+        if features is not None and (with_nulls := with_json(features)) != features:
+            return load(with_nulls)
+        return loaded
     except DatasetGenerationError as error:
         if (features := features_of_lines()) is not None:
             return load(features)

@@ -82,7 +82,7 @@ def main():
     is_chat = kind in ("messages", "conversations")
     if is_chat:
         check_chat_template(tokenizer)
-    encoder = RowEncoder(tokenizer, kind, draft.config.vocab_size, is_chat)
+    encoder = RowEncoder(tokenizer, kind, draft.config.vocab_size, is_chat, features=dataset.features)
     counts = count_tokens(encode_rows(dataset, encoder, "train"), draft.config.vocab_size)
     known = draft.draft_token_ids.cpu().numpy()
     kept = known[most_frequent_tokens(counts[known], args.draft_vocab_size)]

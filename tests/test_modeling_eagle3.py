@@ -417,6 +417,34 @@ def test_saving_again_in_another_number_of_files(tmp_path, target, variant):
         assert again.norm.weight.equal(draft.norm.weight)
 
 
+@pytest.mark.parametrize("held", [(), ("config.json",)])
+def test_a_draft_that_is_not_here_and_no_connection(tmp_path, held):
+    """It is not the draft's files that are wrong."""
+    folder = tmp_path / "models--me--draft" / "snapshots" / ("0" * 40)
+    for name in held:
+        folder.mkdir(parents=True)
+        (folder / name).write_text('{"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}')
+        (tmp_path / "models--me--draft" / "refs").mkdir()
+        (tmp_path / "models--me--draft" / "refs" / "main").write_text(folder.name)
+    with pytest.raises(OSError, match="We couldn't connect to"):
+        Eagle3ForSpeculation.from_pretrained("me/draft", cache_dir=tmp_path)
+
+
+def test_weights_that_could_not_be_loaded_again_are_not_saved(tmp_path, target):
+    draft = Eagle3ForSpeculation.from_target(target)
+    draft.save_pretrained(tmp_path / "draft")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "draft").glob("*.*")}
+    with torch.no_grad():
+        draft.fc.weight[0, 0] = torch.nan
+    with pytest.raises(
+        ValueError, match=r"\['fc.weight'\] of this draft have values that are NaN or infinite, so it could not"
+    ):
+        draft.save_pretrained(tmp_path / "draft")  # over an earlier checkpoint
+    assert {path.name: path.read_bytes() for path in (tmp_path / "draft").glob("*.*")} == before
+    with pytest.raises(ValueError, match="config.json is a file. Pass a folder"):
+        Eagle3ForSpeculation.from_target(target).save_pretrained(tmp_path / "draft" / "config.json")
+
+
 def test_saving_beside_another_model(tmp_path, target):
     draft = Eagle3ForSpeculation.from_target(target)
     target.save_pretrained(tmp_path)

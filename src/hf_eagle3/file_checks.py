@@ -24,7 +24,7 @@ from .environment import is_missing_folder
 from .remote_code.auto_eagle3 import logger
 from .remote_code.configuration_eagle3 import default_aux_layer_ids
 from .remote_code.loading_eagle3 import check_loading_info, read_config
-from .tensor_names import HUB_ARGUMENTS, LENIENT, WEIGHT_FILES, find, our_names, with_variant
+from .tensor_names import HUB_ARGUMENTS, LENIENT, WEIGHT_FILES, check_is_reachable, find, our_names, with_variant
 
 
 if TYPE_CHECKING:
@@ -207,6 +207,7 @@ def read_draft(
         if content is None and kwargs.get("config") is None:
             adapter = find(source, "adapter_config.json", **{**hub_kwargs, **LENIENT})
             if adapter is None:
+                check_is_reachable(source, "config.json", **hub_kwargs)
                 raise ValueError(f"{source}: {NO_CONFIG}")
             if read_json(adapter).get("base_model_name_or_path") is None:
                 raise ValueError(
@@ -265,6 +266,8 @@ def read_and_mend(
 
         info["missing_keys"].remove("lm_head.weight")
         resize_head(draft.get_output_embeddings(), 0)
+    if source is not None:
+        check_num_states(draft, info, source)
     if source is not None and content:
         is_ours = "weights_digest" in content or "_eagle3.Eagle3Config" in str(content.get("auto_map"))
         if not is_ours:
@@ -332,6 +335,27 @@ def check_order(draft: "DraftModel", source: str | Path) -> None:
     logger.warning_once(
         f"The draft {source} lists layers of its target {how}: {listed}. We read them as they are listed, but vLLM and SGLang read each "
         f"once, in the order of the layers. If few tokens are accepted, {advice}."
+    )
+
+
+def check_num_states(draft: "DraftModel", info: dict[str, Any], source: str | Path) -> None:
+    """
+    Raises `ValueError` if `fc` reads another number of the target's states than the configuration names. Some trainers also
+    name the last layer, whose state they only compare with.
+    """
+    ids, size = draft.config.eagle_aux_hidden_state_layer_ids, draft.config.target_hidden_size
+    stored = next((shape for name, shape, _ in info["mismatched_keys"] if name == "fc.weight"), None)
+    if ids is None or stored is None or stored[-1] % size or stored[-1] == len(ids) * size:
+        return
+    num_states = stored[-1] // size
+    advice = (
+        f"If the last layers were only compared with in training, load it with `eagle_aux_hidden_state_layer_ids={ids[:num_states]}`."
+        if num_states < len(ids)
+        else "Correct its config.json."
+    )
+    raise ValueError(
+        f"`fc.weight` of {source} reads {num_states} of its target's states ({stored[-1]} values, of {size} each), but config.json names "
+        f"{len(ids)} layers, {ids}. {advice}"
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 from transformers.utils.hub import cached_file
 
@@ -39,6 +40,15 @@ def find(source: str | Path, name: str, **hub_kwargs: Any) -> Path | None:
     hub_kwargs = {"_raise_exceptions_for_missing_entries": False, **hub_kwargs}
     found = cached_file(str(source), name, **hub_kwargs)
     return None if found is None else Path(found)
+
+
+def check_is_reachable(source: str | Path, name: str, **hub_kwargs: Any) -> None:
+    """Raises `OSError` if a file that [`find`] did not find may be on the Hub, which cannot be asked now (offline, no connection)."""
+    try:
+        cached_file(str(source), name, **hub_kwargs)
+    except OSError as error:
+        if isinstance(error.__cause__, LocalEntryNotFoundError):
+            raise
 
 
 def with_variant(name: str, variant: str | None) -> str:

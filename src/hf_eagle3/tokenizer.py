@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoTokenizer, BatchFeature, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 
+from .environment import is_missing_folder
 from .file_checks import check_is_fetched, check_is_object, read_json
 from .remote_code.configuration_eagle3 import DRAFT_KEYS
 from .tensor_names import LENIENT, find
@@ -28,9 +29,11 @@ PROCESSOR_FILES = ("chat_template.json", "processor_config.json")
 
 def check_is_target(name: str | Path, **kwargs: Any) -> None:
     """
-    Raises `ValueError` if a model is a draft or an adapter, or its config.json no object. `kwargs` are for
-    `PreTrainedConfig.get_config_dict`.
+    Raises `ValueError` if a model is a draft or an adapter, or its config.json no object, and `FileNotFoundError` if it is a path
+    that does not exist. `kwargs` are for `PreTrainedConfig.get_config_dict`.
     """
+    if is_missing_folder(str(name)):
+        raise FileNotFoundError(f"There is no folder {name}. Pass the folder of the target, or a Hub id (owner/name).")
     check_is_object(name, **kwargs)
     try:
         content, _ = PreTrainedConfig.get_config_dict(name, **kwargs)

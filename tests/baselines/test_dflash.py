@@ -668,6 +668,15 @@ def test_what_is_saved_is_the_layout_that_was_read(tmp_path, kind):
         AutoModel.from_pretrained(tmp_path / "saved")
 
 
+def test_weights_that_could_not_be_loaded_again_are_not_saved(tmp_path):
+    draft = make_baseline("dflash", make_target("llama"))
+    with torch.no_grad():
+        draft.fc.weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"\['fc.weight'\] of this draft have values that are NaN or infinite"):
+        draft.save_pretrained(tmp_path / "draft")
+    assert not (tmp_path / "draft").exists()
+
+
 def test_a_draft_vocabulary_is_saved(tmp_path):
     target = make_target("llama")
     draft = make_baseline("dflash", target, draft_token_ids=range(5, 50))
@@ -821,7 +830,11 @@ def test_tensors_of_speculators_must_be_complete(tmp_path):
         (speculators_config(draft_vocab_size=40), mapping, "`t2d` marks other tokens"),
         (speculators_config(), {"lm_head.weight": torch.zeros(40, 32)}, "lm_head.weight"),
         (speculators_config(), {"markov_head.w1": torch.zeros(4)}, "markov_head.w1"),
-        (speculators_config(aux_hidden_state_layer_ids=[1, 2, 3]), {}, "fc.weight"),
+        (
+            speculators_config(aux_hidden_state_layer_ids=[1, 2, 3]),
+            {},
+            r"`fc.weight` .* reads 2 of .* 3 layers, \[1, 2, 3\]",
+        ),
         (speculators_config(target_hidden_size=64), {}, "fc.weight"),
     ):
         folder = write_checkpoint(tmp_path / "draft", config, **tensors)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkpoints.make_fixtures import LENGTH, STEPS, VARIANTS, make, run
-from conftest import make_target
+from conftest import make_prompt, make_target
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, BitsAndBytesConfig
 from transformers.utils import logging
@@ -242,6 +242,26 @@ def test_ids_that_a_converter_kept(tmp_path, said):
             said.clear()
     Eagle3ForSpeculation.from_pretrained(tmp_path, eagle_aux_hidden_state_layer_ids=[2, 6, 9])
     assert not said
+
+
+@pytest.mark.parametrize("overrides", [{}, {"fc_norm": False, "norm_before_fc": True}])
+def test_a_layer_that_was_only_compared_with(tmp_path, overrides):
+    """A trainer also named the last layer, whose state its draft does not read."""
+    target, prompt = make_target("llama", num_hidden_layers=8), make_prompt(9)
+    draft = Eagle3ForSpeculation.from_target(target, eagle_aux_hidden_state_layer_ids=[2, 4, 5], **overrides)
+    draft.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["weights_digest"], config["auto_map"], config["config_digest"]
+    config["eagle_aux_hidden_state_layer_ids"].append(7)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    advice = (
+        r"reads 3 of its target's states .*, but config.json names 4 layers, \[2, 4, 5, 7\]. .*layer_ids=\[2, 4, 5\]`"
+    )
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        with pytest.raises(ValueError, match=advice):
+            loader.from_pretrained(tmp_path)
+    loaded = Eagle3ForSpeculation.from_pretrained(tmp_path, eagle_aux_hidden_state_layer_ids=[2, 4, 5])
+    assert target.generate(prompt, assistant_model=loaded, max_new_tokens=4).shape == (1, 13)
 
 
 @pytest.mark.parametrize("is_theirs", [False, True])

@@ -373,6 +373,26 @@ def test_rows_that_teach_nothing_are_dropped_and_counted(caplog):
         encode_rows(Dataset.from_dict(rows).select([1]), encoder, "train")
 
 
+def test_a_few_conversations_may_have_no_answer(tokenizer, caplog):
+    """As in ShareGPT. A stream leaves them out, too."""
+    said, asked = [user("a"), assistant("b")], [user("a")]
+    rows = Dataset.from_list([{"messages": each} for each in [said] * 57 + [[], asked, [assistant("hello")]]])
+    encoder = RowEncoder(tokenizer, "messages", assistant_only_loss=True)
+    with caplog.at_level(logging.WARNING):
+        assert len(encode_rows(rows, encoder, "train")) == 58  # the template has markers, which a greeting has, too
+    told = "2 of 60 rows of the train data have nothing to learn and are dropped (the first are [57, 58]). Row 57: 'messages' is"
+    assert told in caplog.text and "Row 58: it has no message with the role 'assistant'" in caplog.text
+    with pytest.raises(ValueError, match=r"2 of 5 rows .* cannot be learned from. Row 2: 'messages' is missing"):
+        encode_rows(rows.select(range(55, 60)), encoder, "train")
+    mixed = Dataset.from_list([{"messages": said, "text": None}] * 59 + [{"messages": None, "text": "ab"}])
+    with pytest.raises(ValueError, match=r"1 of 60 rows .* cannot be learned from. .* but 'text' has"):
+        encode_rows(mixed, encoder, "train")
+    wrong = Dataset.from_list([{"messages": each} for each in [said] * 58 + [[], [{"role": "user", "content": None}]]])
+    with pytest.raises(ValueError, match=r"2 of 60 rows .* cannot be learned from. .* Row 59: message 0 of"):
+        encode_rows(wrong, encoder, "train")
+    assert len(encode_rows(rows, RowEncoder(tokenizer, "messages"), "train")) == 59
+
+
 def test_a_row_teaches_from_its_third_token_on(tokenizer):
     """A draft reads the state at one token and the next token, and predicts the third. So does each packed document."""
     rows = {"input_ids": [[5], [5, 6], [5, 6, 7], [5, 6, 7]], "labels": [[5], [5, 6], [5, 6, -100], [-100, -100, 7]]}

@@ -4,8 +4,10 @@ import json
 
 import numpy as np
 import pytest
+from datasets import Dataset, Features, Json, List
 
 from hf_eagle3.data import read_prompt, read_row
+from hf_eagle3.data.conversation import Conversation
 from hf_eagle3.data.rows import RowError, kind_of, summary
 
 
@@ -154,6 +156,10 @@ GOOD = {
 }
 BAD = {
     "no conversation": ({"messages": None}, "'messages' is missing or has nothing in it"),
+    "a row of another kind": (
+        {"messages": None, "text": "a"},
+        "'messages' has nothing in it, but 'text' has. All rows must",
+    ),
     "an empty one": ({"conversations": []}, "'conversations' is missing or has nothing in it"),
     "JSON": ({"messages": json.dumps(CHAT)}, "'messages' is the text .* parse it: .*json.loads"),
     "JSON as a prompt": (
@@ -225,6 +231,14 @@ BAD = {
         {"prompt": "a", "completion": "b", "tools": [TOOL]},
         "has 'tools' beside a text, but only",
     ),
+    "tools under another name": (
+        {"messages": CHAT, "tool_defs": [TOOL]},
+        "it has 'tool_defs', but tools are read from 'tools'. Rename the column",
+    ),
+    "a mask of another kind": (
+        {"input_ids": [5, 6, 7], "prompt_mask": [1, 1, 0]},
+        r"it has 'prompt_mask', but masks are read from \['attention_mask', .*\]. Rename the column, or remove it",
+    ),
     "a mask beside a conversation": ({"messages": CHAT, "loss_mask": [0, 1]}, "'loss_mask' beside 'messages', but"),
     "Alpaca's input": (
         {"prompt": "a", "input": "c", "completion": "b"},
@@ -290,6 +304,27 @@ def test_rows(name):
     assert {key: value for key, value in vars(read).items() if value not in (None, {}, [])} == expected
     if read.messages and read.num_given is None:
         assert read_prompt(row) == read
+
+
+@pytest.mark.parametrize("place", ["texts", "Json", "structures"])
+def test_nulls_are_kept_unless_arrow_may_have_added_them(place):
+    """The schemas of pydantic have `"default": null`, and servers show it to their model."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"city": {"type": "string", "default": None}}}}
+    call = {"type": "function", "function": {"name": "f", "arguments": {"city": None}}}
+    row = {"messages": [U, {**A, "tool_calls": [call]}, U], "tools": [tool], "chat_template_kwargs": {"style": None}}
+    types = Features({"messages": List(Json()), "tools": List(Json()), "chat_template_kwargs": Json()})
+    if place == "texts":
+        arguments = {**call, "function": {"name": "f", "arguments": '{"city": null}'}}
+        messages = [U, {**A, "tool_calls": [arguments]}, U]
+        row = {"messages": messages, "tools": json.dumps([tool]), "chat_template_kwargs": '{"style": null}'}
+    rows = Dataset.from_list([row], features=types if place == "Json" else None)
+    read = read_row(rows[0], "messages", rows.features)
+    assert read == read_prompt(rows[0], rows.features)
+    assert Conversation(0, rows[0], features=rows.features).template_kwargs == read.template_kwargs
+    if place == "structures":
+        del tool["function"]["parameters"]["city"]["default"], call["function"]["arguments"]["city"]
+    assert read.messages[1]["tool_calls"] == [call] and read.template_kwargs["tools"] == [tool]
+    assert ("style" in read.template_kwargs) == (place != "structures")
 
 
 @pytest.mark.parametrize("name", BAD)

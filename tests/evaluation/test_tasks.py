@@ -116,6 +116,9 @@ def test_files(tmp_path, tokenizer, monkeypatch, caplog):
     answered = [*chat, {"role": "assistant", "content": "c"}]
     path.write_text(json.dumps({"messages": answered}) + "\n" + json.dumps({"messages": answered + chat}))
     assert [row.messages for row in read_prompts(path)] == [chat, answered + chat]  # without the answer at the end
+    tools = [{"name": "f", "parameters": {"city": {"default": None}}}]
+    path.write_text(json.dumps({"messages": chat, "tools": tools}))
+    assert read_prompts(path)[0].template_kwargs == {"tools": tools}  # a file has no `null`s of other rows
     path.write_text("\n")
     with pytest.raises(ValueError, match="has no prompts"):
         read_prompts(path)

@@ -30,7 +30,7 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from trl import DatasetMixtureConfig, ScriptArguments, TrlParser
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3TrainingArguments
-from hf_eagle3.data.rows import without_nulls
+from hf_eagle3.data.rows import read_row, without_nulls
 from hf_eagle3.hub import write_draft
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 from hf_eagle3.training.parser import Eagle3Parser
@@ -340,6 +340,17 @@ def test_names_of_files_are_no_patterns(tmp_path, streaming):
     args = script.TrainScriptArguments(dataset_name=str(tmp_path / "chats [v2]*.jsonl"), dataset_streaming=streaming)
     read = script.load_data(args, DatasetMixtureConfig())["train"]
     assert [row["text"] for row in read] == ["chats [v2]*.jsonl"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_nulls_of_files_stay(tmp_path, streaming):
+    """`datasets` stores tools that are alike in all rows as structures, whose `null`s may have been added."""
+    script, tools = load_script("recipes/train.py"), [{"name": "f", "parameters": {"city": {"default": None}}}]
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": tools}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row))
+    args = script.TrainScriptArguments(dataset_name=str(tmp_path), dataset_streaming=streaming)
+    rows = script.load_data(args, DatasetMixtureConfig())["train"]
+    assert [read_row(each, "messages", rows.features).template_kwargs for each in rows] == [{"tools": tools}] * 2
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -12,7 +12,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.remote_code.outputs_eagle3 import select_hidden_states
-from hf_eagle3.training import assist_rollouts
+from hf_eagle3.training import assist_rollouts, rollouts
 from hf_eagle3.training.rollouts import DraftLearner
 from hf_eagle3.training.ttt import draft_loss
 
@@ -128,6 +128,25 @@ def test_a_draft_in_half_precision_learns_small_steps(tmp_path, tokenizer):
     # Norms, where bfloat16 has no number between 1 and 1.0078: six steps of 1e-3 at once, none of them by itself.
     norms = [name for name in before if name.endswith("norm.weight")]
     assert any(not torch.equal(before[name], draft.get_parameter(name)) for name in norms)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_draft_survives_a_target_that_does_not(caplog, dtype):
+    """One such batch would end its training, and the draft could not be loaded again."""
+    target = make_target("llama")
+    draft = Eagle3ForSpeculation.from_target(target).to(dtype)
+    learner, before = DraftLearner(target, draft, 1e-2, 2, 0.8), copy.deepcopy(draft.state_dict())
+    with learner.listening():
+        with torch.no_grad():
+            target.model.layers[0].mlp.down_proj.weight[0, 0] = torch.nan
+        rollouts.logger.warning_once.cache_clear()
+        target(make_prompt(9))
+        assert "The draft's gradients are not finite in a batch, so it does not learn from that" in caplog.text
+        assert learner.losses == [] and not draft.training and all(weight.grad is None for weight in learner.weights)
+        assert all(torch.equal(weight, before[name]) for name, weight in draft.state_dict().items())
+        target.load_state_dict(make_target("llama").state_dict())
+        target(make_prompt(9))
+    assert len(learner.losses) == 1 and not all(map(torch.equal, draft.state_dict().values(), before.values()))
 
 
 def test_a_context_that_is_not_entered(caplog):

@@ -305,6 +305,13 @@ def test_collators_of_callers(tmp_path, tokenizer):
         ),
         (shifting, 1, r"`data_collator` \(shifting\) gives labels that are neither the tokens"),
         (without_labels, 1, "gives no `labels`"),
+        (list, 1, r"`data_collator` \(list\) returns list, but must return a dictionary"),
+        (
+            lambda examples: {"input_ids": [[5]], "labels": [[5]]},
+            1,
+            "list as `input_ids` and list as `labels`, not ten",
+        ),
+        (lambda examples: {"ids": examples}, 1, r"returns only \['ids'\], but must"),
     ):
         args = Eagle3TrainingArguments(str(tmp_path), per_device_train_batch_size=batch_size, **arguments)
         trainer = Eagle3Trainer(
@@ -312,6 +319,62 @@ def test_collators_of_callers(tmp_path, tokenizer):
         )
         with nullcontext() if problem is None else pytest.raises(ValueError, match=problem):
             trainer.train()
+
+
+def test_training_that_learns_nothing_says_so(tmp_path, tokenizer, caplog):
+    """A collator may mask all labels. The loss of 0 looks like a draft that knows everything."""
+
+    def masking(examples):
+        batch = default_data_collator(examples)
+        return {**batch, "labels": torch.full_like(batch["labels"], -100)}
+
+    arguments = {"use_cpu": True, "bf16": False, "report_to": "none", "max_steps": 2, "logging_steps": 1}
+    args = Eagle3TrainingArguments(str(tmp_path), per_device_train_batch_size=1, **arguments)
+    rows = TEXTS.select(range(4))
+    trainer = Eagle3Trainer(
+        None, make_target("llama"), args, train_dataset=rows, processing_class=tokenizer, data_collator=masking
+    )
+    trainer.train()
+    assert caplog.text.count("No token of the last steps is learned, so the loss is 0") == 2
+
+
+def test_data_that_is_taken_as_it_is(tmp_path, tokenizer, caplog):
+    def rows(*labels, tokens=(5, 6, 7, 8)):
+        return Dataset.from_dict({"input_ids": [[5, 6, 7], list(tokens)], "labels": [[-100] * 3, *labels]})
+
+    for data, reason in (
+        (rows([-100, 6, 7, 8]), None),
+        (rows([-100, -100, -100, 5]), "Row 1 of the train data has label 5 at token 8. Labels must be the tokens"),
+        (
+            rows([5, 6, 7, 96], tokens=(5, 6, 7, 96)),
+            "Row 1 of the train data has token 96, but the target's vocabulary",
+        ),
+        (rows([5, 6, 7]), "Row 1 of the train data has other numbers of tokens and of labels"),
+        (rows([5, 6, -100, -100]), "2 of 2 rows of the train data have nothing to learn: no more than two tokens"),
+        (TEXTS, r"needs `input_ids` and `labels`, but the train data has columns \['text'\]"),
+    ):
+        with nullcontext() if reason is None else pytest.raises(ValueError, match=reason):
+            make_trainer(tmp_path, tokenizer, dataset=data, dataset_kwargs={"skip_prepare_dataset": True})
+    assert "1 of 2 rows of the train data have nothing to learn, and stay" in caplog.text
+    with pytest.raises(ValueError, match="Row 1 of the eval data has label 5"):
+        evaluated = {"a": rows([-100, 6, 7, 8]), "b": rows([-100, -100, -100, 5])}
+        arguments = {"dataset_kwargs": {"skip_prepare_dataset": True}, "eval_dataset": evaluated}
+        make_trainer(tmp_path, tokenizer, dataset=rows([5, 6, 7, 8]), **arguments)
+
+
+def test_names_and_classes_in_place_of_models(tmp_path, tokenizer):
+    args = Eagle3TrainingArguments(str(tmp_path / "draft"), use_cpu=True, report_to="none")
+    for model, target, reason in (
+        (
+            Eagle3ForSpeculation,
+            make_target("llama"),
+            "`model` is the class Eagle3ForSpeculation, but must be the draft",
+        ),
+        ({}, make_target("llama"), "`model` is dict, but must be the draft, its name, or `None`"),
+        (None, str(tmp_path / "target"), "There is no folder .*target. Pass the folder of the target"),
+    ):
+        with pytest.raises((TypeError, FileNotFoundError), match=reason):
+            Eagle3Trainer(model, target, args, train_dataset=TEXTS, processing_class=tokenizer)
 
 
 def test_training_learns(tmp_path, tokenizer):

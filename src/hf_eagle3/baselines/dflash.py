@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, rotate_half
 from transformers.utils import logging
 
-from ..checkpoints.files import check_folder
+from ..checkpoints.files import check_finite, check_folder
 from ..file_checks import read_json
 from ..making import logit_factor
 from ..remote_code.accept_eagle3 import Sampler
@@ -285,6 +285,7 @@ class DFlashForSpeculation(BaselineDraft):
         is our code. Raises `ValueError` if the folder has another model.
         """
         tree_settings(self.generation_config)  # with others it could not be loaded
+        check_finite(self, save_directory)
         if is_main_process:
             check_folder(save_directory)
         if self.config.follows_speculators and "sliding_attention" in self.config.transformer_layer_config.layer_types:

@@ -11,6 +11,7 @@ import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 from safetensors.torch import save_file
+from torch.nn import Parameter
 from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 
 from ..auto import kind_of_draft
@@ -18,7 +19,8 @@ from ..environment import public_name
 from ..file_checks import read_file, read_index, read_json
 from ..remote_code.auto_eagle3 import logger
 from ..remote_code.configuration_eagle3 import DRAFT_KEYS
-from ..tensor_names import WEIGHT_FILES, find, with_variant
+from ..remote_code.target_eagle3 import FLOATS
+from ..tensor_names import WEIGHT_FILES, check_is_reachable, find, with_variant
 
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ def read_tensors(source: str | Path, variant: str | None = None, **hub_kwargs: A
 
     Raises:
         FileNotFoundError: if there are no weights, or a file is missing.
+        OSError: if a file is not here, and the Hub cannot be asked.
         ValueError: if a file is cut off, holds something other than tensors, or names files outside of its folder.
     """
     names = [with_variant(name, variant) for name in WEIGHT_FILES]
@@ -43,11 +46,13 @@ def read_tensors(source: str | Path, variant: str | None = None, **hub_kwargs: A
         index = read_index(path)
         for part in sorted(set(index.values())):
             if (part_path := find(source, part, **hub_kwargs)) is None:
+                check_is_reachable(source, part, **hub_kwargs)
                 raise FileNotFoundError(f"{source}: {name} lists {part}, which does not exist. Download it again.")
             tensors |= read_file(part_path)
         if absent := sorted(index.keys() - tensors.keys()):
             raise ValueError(f"{source}: {name} lists tensors that its files do not hold: {absent}.")
         return tensors
+    check_is_reachable(source, names[0], **hub_kwargs)
     raise FileNotFoundError(
         f"{source} has no weights: none of {', '.join(names)}. If they are in a file of another name, download and rename it."
     )
@@ -94,11 +99,27 @@ def check_no_other_model(
         raise ValueError(f"{place} has {other} of another model, which the draft would damage. Choose another place.")
 
 
+def check_finite(draft: "DraftModel", folder: str | Path) -> None:
+    """Raises `ValueError` if weights of a draft that is to be saved to a folder are NaN or infinite, which loading refuses."""
+    # Those of shards and of quantized layers have types of their own.
+    plain = {
+        name: weight
+        for name, weight in draft.named_parameters()
+        if type(weight) is Parameter and weight.dtype in FLOATS
+    }
+    if broken := [name for name, weight in plain.items() if not weight.is_meta and not weight.isfinite().all()]:
+        raise ValueError(
+            f"{broken[:3]} of this draft have values that are NaN or infinite, so it could not be loaded again, and nothing was written "
+            f"to {folder}. Load the draft of an earlier checkpoint, or train with a lower learning rate."
+        )
+
+
 def check_saving(draft: "DraftModel", folder: str | Path, is_main_process: bool) -> None:
     """
     Checks that a draft can be loaded again, and that it may be saved to a folder (see [`check_folder`]). Raises `ValueError` if
     not, and warns if it does not name its target.
     """
+    check_finite(draft, folder)
     if draft.get_output_embeddings().out_features == 0:
         raise ValueError("This draft stores no head and uses its target's. Call `draft.pair_with(target)` first.")
     quantization = getattr(draft.config, "quantization_config", None)
@@ -122,10 +143,12 @@ def check_saving(draft: "DraftModel", folder: str | Path, is_main_process: bool)
 
 def check_folder(folder: str | Path, is_adapter: bool = False) -> None:
     """
-    Checks that a draft, or its adapter, may be saved to a folder, which need not exist. Raises `ValueError` if it has another
-    model, or an adapter, which transformers would load into a whole draft there.
+    Checks that a draft, or its adapter, may be saved to a folder, which need not exist. Raises `ValueError` if it is a file, or has
+    another model, or an adapter, which transformers would load into a whole draft there.
     """
     folder = Path(folder)
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file. Pass a folder, which need not exist.")
     names = ("config.json", ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, *WEIGHT_FILES)
     present = [name for name in names if (folder / name).exists()]
     check_no_other_model(folder, present, folder.joinpath, is_adapter)

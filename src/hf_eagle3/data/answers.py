@@ -120,11 +120,13 @@ class Output:
         template_kwargs: dict | None = None,
     ) -> Iterator[Conversation]:
         """Yields this process's rows that are neither written nor left out. Leaves out those that cannot be answered."""
-        for row, example in enumerate(with_unread_images(dataset)):
+        dataset = with_unread_images(dataset)
+        features = getattr(dataset, "features", None)  # a list of rows has none
+        for row, example in enumerate(dataset):
             if row % num_processes != process_index or row in self.done or row in self.left_out:
                 continue
             try:
-                yield Conversation(row, example, template_kwargs)
+                yield Conversation(row, example, template_kwargs, features)
             except RowError as error:
                 self.leave_out(row, str(error))
 

@@ -117,6 +117,59 @@ def check_positions(dataset: Dataset | IterableDataset, num_positions: int, max_
     )
 
 
+def check_prepared(dataset: Dataset | IterableDataset, vocab_size: int, name: str) -> None:
+    """
+    Checks rows that are trained on as they are (`skip_prepare_dataset`). Those of a stream are not known in advance.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`): The data.
+        vocab_size (`int`): The target's vocabulary size.
+        name (`str`): `"train"` or `"eval"`, for messages.
+
+    Raises:
+        ValueError: if there are no `input_ids`, a token is not the target's, labels are not the tokens, or no row teaches anything.
+    """
+    columns = get_dataset_column_names(dataset)
+    if "input_ids" not in columns:
+        raise ValueError(
+            f"`skip_prepare_dataset=True` needs `input_ids` and `labels`, but the {name} data has columns {columns}. Leave it out, or "
+            "tokenize the data."
+        )
+    if not isinstance(dataset, Dataset) or len(dataset) == 0:
+        return
+    names, num_taught, first = [each for each in ("input_ids", "labels") if each in columns], 0, 0
+    for table in dataset.select_columns(names).with_format("arrow").iter(batch_size=1000):
+        lists = [table[each].combine_chunks() for each in names]
+        lengths, *others = (pc.fill_null(pc.list_value_length(each), 0).to_numpy() for each in lists)
+        tokens, *labels = (pc.list_flatten(each).to_numpy(zero_copy_only=False) for each in lists)
+        rows = first + np.repeat(np.arange(len(lengths)), lengths)
+        if (unknown := (tokens < 0) | (tokens >= vocab_size)).any():
+            raise ValueError(
+                f"Row {rows[unknown][0]} of the {name} data has token {tokens[unknown][0]}, but the target's vocabulary ends at "
+                f"{vocab_size - 1}. Tokenize it for this target."
+            )
+        learned = np.ones(len(tokens), dtype=bool)
+        if labels:
+            if (shorter := lengths != others[0]).any():
+                raise ValueError(
+                    f"Row {first + np.flatnonzero(shorter)[0]} of the {name} data has other numbers of tokens and of labels."
+                )
+            learned = labels[0] != -100
+            if (wrong := learned & (labels[0] != tokens)).any():
+                raise ValueError(
+                    f"Row {rows[wrong][0]} of the {name} data has label {labels[0][wrong][0]} at token {tokens[wrong][0]}. Labels must be "
+                    "the tokens, not shifted, or -100."
+                )
+        places = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        num_taught += len(np.unique(rows[learned & (places >= 2)]))
+        first += len(lengths)
+    untaught = f"{len(dataset) - num_taught} of {len(dataset)} rows of the {name} data have nothing to learn"
+    if num_taught == 0:
+        raise ValueError(f"{untaught}: no more than two tokens, or only labels of -100 after them.")
+    if num_taught < len(dataset):
+        logger.warning(f"{untaught}, and stay, because `skip_prepare_dataset=True` takes the data as it is.")
+
+
 def report_long_rows(
     dataset: Dataset | IterableDataset, max_length: int | None, fate: str, name: str
 ) -> Dataset | IterableDataset:

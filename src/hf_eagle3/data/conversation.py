@@ -1,6 +1,7 @@
 """A conversation that a target answers turn by turn."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from ..tokenizer import with_arguments_as_text, with_text_part
@@ -14,14 +15,20 @@ KEPT_ROLES = {"system", "user", "assistant"}
 class Conversation:
     """
     A row that is being answered: its turns so far, and the messages between the answers that are still missing. Of the
-    arguments of the chat template, those that the row has come first.
+    arguments of the chat template, those that the row has come first. `features` are those of the data set.
 
     Raises:
         RowError: if there is nothing to answer, or a message that depends on an original answer (`tool`).
     """
 
-    def __init__(self, row: int, example: dict, template_kwargs: dict | None = None):
-        content = read_prompt(example)
+    def __init__(
+        self,
+        row: int,
+        example: dict,
+        template_kwargs: dict | None = None,
+        features: Mapping[str, Any] | None = None,
+    ):
+        content = read_prompt(example, features)
         self.row, self.text, self.completion = row, content.text, ""
         # In a data set with images the contents of all messages are lists of parts, so that a column has one type.
         self.may_see = any(name in example for name in IMAGES) or bool(content.images)

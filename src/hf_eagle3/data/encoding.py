@@ -15,7 +15,7 @@ from trl.trainer.utils import global_then_local_main_first
 from ..tokenizer import PromptEncoder
 from .images import Expansion, ImageReader, storable
 from .prompts import documents_of_row
-from .rows import IMAGES, WEIGHTS, Row, RowError, is_learned, read_images, read_row, summary
+from .rows import IMAGES, WEIGHTS, NothingToLearn, Row, RowError, is_learned, read_images, read_row, summary
 
 
 logger = logging.getLogger(__name__)
@@ -67,6 +67,7 @@ class RowEncoder(PromptEncoder):
             Whether to learn only the completions of rows with prompts and completions.
         formatting_func (`Callable`, *optional*): Makes a text from a row.
         images ([`ImageReader`] or `str`, *optional*): Reads images, or says why rows with images are refused.
+        features (`Features`, *optional*): The types of the data set's columns; see [`~hf_eagle3.data.read_row`].
     """
 
     def __init__(
@@ -78,13 +79,14 @@ class RowEncoder(PromptEncoder):
         completion_only_loss: bool | None = None,
         formatting_func: Callable[[dict], str] | None = None,
         images: ImageReader | str = "and there is no processor to read them",
+        features: Features | None = None,
     ):
         template = training_template(tokenizer) if assistant_only_loss else None
         super().__init__(tokenizer, template)
         self.kind, self.vocab_size, self.formatting_func = kind, vocab_size, formatting_func
         self.assistant_only_loss, self.completion_only_loss = assistant_only_loss, completion_only_loss is not False
         self.is_marked = template is not None or has_markers(tokenizer)
-        self.images = images
+        self.images, self.features = images, features
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         """
@@ -123,7 +125,7 @@ class RowEncoder(PromptEncoder):
     def _read(self, row: dict[str, Any]) -> Row:
         """Reads a row, or the text that `formatting_func` makes of it. Refuses images that cannot be read."""
         if self.formatting_func is None or self.kind == "input_ids":
-            content = read_row(row, self.kind)
+            content = read_row(row, self.kind, self.features)
         else:
             text = self.formatting_func(row)
             if not isinstance(text, str):
@@ -207,7 +209,7 @@ class RowEncoder(PromptEncoder):
         are_learned = [is_learned(message) for message in row.messages if message["role"] == "assistant"]
         if not are_learned:
             roles = sorted({message["role"] for message in row.messages})
-            raise RowError(
+            raise NothingToLearn(
                 f"it has no message with the role 'assistant', only {roles}. With `assistant_only_loss=True` it has nothing to learn"
             )
         if self.is_marked and not all(are_learned):
@@ -313,7 +315,7 @@ class RowEncoder(PromptEncoder):
             else:
                 ranges.append((len(start), end))
         if not ranges and not lost:
-            raise RowError(
+            raise NothingToLearn(
                 "no assistant turn in it answers anyone. With `assistant_only_loss=True` it has nothing to learn"
             )
         return ranges, lost
@@ -362,9 +364,9 @@ def encode_rows(
         `image_end` if it has images. Rows with nothing to learn are dropped, with a warning.
 
     Raises:
-        ValueError: if rows cannot be learned from (the message names them), assistant turns cannot be found in more than 5%
-            of the rows, or there is nothing to learn. Of a stream, if the first row or more than 5% of the rows cannot be
-            learned from.
+        ValueError: if rows cannot be learned from (the message names them), more than 5% of the rows have no answer to learn or
+            assistant turns that cannot be found, or there is nothing to learn. Of a stream, if the first row or more than 5% of
+            the rows cannot be learned from.
     """
     columns = get_dataset_column_names(dataset)
     image_column = next((column for column in IMAGES if column in columns), None)
@@ -375,7 +377,12 @@ def encode_rows(
         return encoded.filter(bool, input_columns="input_ids")
     lists = ["input_ids", "labels"] + ["seq_lengths"] * ("seq_lengths" in columns)
     features: dict[str, Any] = {column: List(Value("int64")) for column in lists}
-    features |= {"lost": Value("int32"), "teaches": Value("bool"), "problem": Value("string")}
+    features |= {
+        "lost": Value("int32"),
+        "teaches": Value("bool"),
+        "problem": Value("string"),
+        "is_bare": Value("bool"),
+    }
     if isinstance(encoder.images, ImageReader):
         features |= {"image_text": Value("string"), "image_end": Value("int32")}
         features |= {} if image_column else {"image_data": List(Value("string"))}
@@ -388,7 +395,9 @@ def encode_rows(
             num_proc=num_proc,
             desc=f"Tokenizing {name} dataset",
         )
-    if problems := [(number, problem) for number, problem in enumerate(encoded["problem"]) if problem]:
+    problems = [(number, problem) for number, problem in enumerate(encoded["problem"]) if problem]
+    num_bare = sum(encoded["is_bare"])
+    if len(problems) > num_bare or num_bare > MAX_LOST_SHARE * len(encoded):
         raise ValueError(
             f"{len(problems)} of {len(encoded)} rows of the {name} data cannot be learned from. {summary(problems)} Fix or remove "
             "them."
@@ -396,13 +405,13 @@ def encode_rows(
     if lost := [number for number, num_lost in enumerate(encoded["lost"]) if num_lost]:
         encoder.report_lost(lost, len(encoded), name)
     taught = [number for number, is_taught in enumerate(encoded["teaches"]) if is_taught]
-    encoded = encoded.remove_columns(["lost", "teaches", "problem"])
+    encoded = encoded.remove_columns(["lost", "teaches", "problem", "is_bare"])
     if not any(encoded["image_text"] if "image_text" in encoded.column_names else []):
         encoded = encoded.remove_columns([column for column in encoded.column_names if column.startswith("image_")])
     elif image_column:  # added now, because `map` would store the images again
         images = dataset.select_columns(image_column).rename_column(image_column, "image_data")
         encoded = concatenate_datasets([encoded, images], axis=1)
-    return drop_untaught(encoded, taught, name)
+    return drop_untaught(encoded, taught, name, problems)
 
 
 def read_whole(stream: IterableDataset) -> Dataset:
@@ -414,8 +423,11 @@ def read_whole(stream: IterableDataset) -> Dataset:
     return Dataset.from_list(rows)
 
 
-def drop_untaught(encoded: Dataset, taught: list[int], name: str) -> Dataset:
-    """Returns the rows with something to learn. Warns of the others. Raises `ValueError` if there is no such row."""
+def drop_untaught(encoded: Dataset, taught: list[int], name: str, problems: Sequence[tuple[int, str]] = ()) -> Dataset:
+    """
+    Returns the rows with something to learn. Warns of the others, some of which have no answer (`problems`). Raises `ValueError`
+    if there is no such row.
+    """
     if not taught:
         raise ValueError(
             f"{len(encoded)} of {len(encoded)} rows of the {name} data have nothing to learn: no more than two tokens, or only "
@@ -426,14 +438,19 @@ def drop_untaught(encoded: Dataset, taught: list[int], name: str) -> Dataset:
     first = sorted(set(range(len(encoded))) - set(taught))[:3]
     logger.warning(
         f"{len(encoded) - len(taught)} of {len(encoded)} rows of the {name} data have nothing to learn and are dropped (the first "
-        f"are {first})."
+        f"are {first}).{' ' if problems else ''}{summary(problems)}"
     )
     return encoded.select(taught)
 
 
 def encode_or_explain(row: dict[str, Any], encoder: RowEncoder, columns: list[str]) -> dict[str, Any]:
     """Returns an encoded row, or an empty one with a `problem` that says what is wrong."""
-    empty: dict[str, Any] = {column: [] for column in columns} | {"lost": 0, "teaches": False, "problem": ""}
+    empty: dict[str, Any] = {column: [] for column in columns} | {
+        "lost": 0,
+        "teaches": False,
+        "problem": "",
+        "is_bare": False,
+    }
     if "image_text" in columns:
         empty |= {"image_text": "", "image_end": 0}
     try:
@@ -445,7 +462,7 @@ def encode_or_explain(row: dict[str, Any], encoder: RowEncoder, columns: list[st
             encoded.setdefault("seq_lengths", [len(encoded["input_ids"])])
         return empty | encoded | {"teaches": any(map(teaches, documents_of_row(encoded)))}
     except RowError as error:
-        return empty | {"problem": str(error)}
+        return empty | {"problem": str(error), "is_bare": isinstance(error, NothingToLearn)}
 
 
 def teaches(document: dict[str, list[int]]) -> bool:

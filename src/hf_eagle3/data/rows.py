@@ -5,10 +5,12 @@ A row is read before anything else happens to it. An error names the row, says w
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from datasets import Features, Json, List, Value
 
 from ..tokenizer import THOUGHTS
 
@@ -38,6 +40,11 @@ OTHER_MEDIA = ("audio", "audios", "video", "videos")
 TEXT_PARTS, IMAGE_PARTS = (None, "text", "input_text", "output_text"), ("image", "image_url", "input_image")
 IMAGE_KEYS = ("image", "image_url", "url", "path")
 MASKS = ("attention_mask", "loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "response_mask")
+TOKENIZERS_MASK = "special_tokens_mask"  # says nothing about what is learned
+# Columns that may hold dictionaries.
+STRUCTURED = (*CONVERSATIONS, "prompt", "completion", "tools", "functions", "chat_template_kwargs")
+# Other projects' names of `tools`, whose contents have other forms.
+OTHER_TOOLS = ("tool_defs", "tool_definitions", "tool_schemas", "available_tools")
 # Columns of Alpaca's format that belong to the prompt, and stay behind when the others are renamed.
 PROMPT_PARTS = ("input", "history")
 NUM_SHOWN = 3  # how many reasons, and rows for each, a message names
@@ -61,6 +68,10 @@ class RowError(ValueError):
 
     def __init__(self, reason: str):
         super().__init__(reason)
+
+
+class NothingToLearn(RowError):
+    """Says that a row is well-formed, but has no answer to learn. A few of many rows may be like that."""
 
 
 class UnreachableError(RowError):
@@ -136,17 +147,21 @@ def kind_of(columns: Iterable[str], text_field: str = "text") -> str:
     )
 
 
-def read_row(row: dict[str, Any], kind: str) -> Row:
+def read_row(row: Mapping[str, Any], kind: str, features: Mapping[str, Any] | None = None) -> Row:
     """
     Reads a row to learn from, and returns its content.
 
     Args:
         row (`dict`): A row of the data set.
         kind (`str`): See [`~hf_eagle3.data.kind_of`].
+        features (`Features`, *optional*):
+            The types of the data set's columns. `None`s within a column are kept only if its type is `Json`, because Arrow adds
+            others.
 
     Raises:
         RowError: if the row has another form.
     """
+    row = without_added_nulls(row, features)
     images = read_images(row)
     if kind == "input_ids":
         if images:
@@ -158,6 +173,12 @@ def read_row(row: dict[str, Any], kind: str) -> Row:
             "conversation, give their messages a `weight` of 0"
         )
     if kind in CONVERSATIONS:
+        others = [name for name in (*CONVERSATIONS, "text", "prompt", "input_ids") if _is_something(row.get(name))]
+        if others and kind not in others:
+            raise RowError(
+                f"{kind!r} has nothing in it, but {others[0]!r} has. All rows must have the same column to learn from: make messages of "
+                "these, or train on one kind"
+            )
         messages, images = with_places(read_conversation(row, kind), images)
         return Row(messages=messages, template_kwargs=read_template_kwargs(row), images=images)
     if kind != "prompt":
@@ -230,16 +251,18 @@ def with_places(messages: list[dict], images: list[Any]) -> tuple[list[dict], li
     return [*messages[:first], shown, *messages[first + 1 :]], images
 
 
-def read_prompt(row: dict[str, Any]) -> Row:
+def read_prompt(row: Mapping[str, Any], features: Mapping[str, Any] | None = None) -> Row:
     """
     Reads a row to answer, and returns its content: `messages` (or `conversations`), or a `prompt` that is a text or messages.
 
     Args:
         row (`dict`): A row of the data set or file.
+        features (`Features`, *optional*): As for [`~hf_eagle3.data.read_row`].
 
     Raises:
         RowError: if the row has another form.
     """
+    row = without_added_nulls(row, features)
     kind = next((name for name in (*CONVERSATIONS, "prompt") if row.get(name) is not None), None)
     if kind is None:
         raise RowError(
@@ -285,7 +308,8 @@ def read_messages(value: Any, name: str) -> list[dict]:
     dictionary of lists.
     """
     if not _is_something(value):
-        raise RowError(f"{name!r} is missing or has nothing in it")
+        kind = NothingToLearn if name in CONVERSATIONS else RowError
+        raise kind(f"{name!r} is missing or has nothing in it")
     if isinstance(value, str):
         raise RowError(
             f"{name!r} is the text {_shown(value)}, but must be a list of messages with role and content. {_advice(name)}"
@@ -402,12 +426,15 @@ def is_learned(message: dict) -> bool:
 
 
 def _read_call(call: Any, where: str) -> dict:
-    """Returns a tool call without the arguments that Arrow added from other rows, and with JSON arguments parsed."""
+    """Returns a tool call with JSON arguments parsed."""
     if not isinstance(call, dict):
         raise RowError(f"{where} has {_shown(call)} among its tool_calls, but they must be dictionaries")
-    call = without_nulls(call)
-    function = call.get("function", call)
-    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+    call = {key: each for key, each in call.items() if each is not None}
+    if isinstance(call.get("function"), dict):
+        function = call["function"] = {key: each for key, each in call["function"].items() if each is not None}
+    else:
+        function = call
+    if isinstance(function.get("arguments"), str):
         try:
             arguments = json.loads(function["arguments"].strip() or "{}")  # of a function without parameters
         except ValueError:
@@ -425,9 +452,14 @@ def read_template_kwargs(row: dict[str, Any]) -> dict[str, Any]:
     kwargs = _from_json(row.get("chat_template_kwargs"), "chat_template_kwargs")
     if kwargs is not None and not isinstance(kwargs, dict):
         raise RowError(f"'chat_template_kwargs' is {_shown(kwargs)}, but must be a dictionary or JSON of one")
-    kwargs = without_nulls(kwargs or {})
+    kwargs = dict(kwargs or {})
     if reserved := RESERVED & kwargs.keys():
         raise RowError(f"'chat_template_kwargs' has {min(reserved)!r}, which is set here. Remove it")
+    if others := [name for name in OTHER_TOOLS if _is_something(row.get(name))]:
+        raise RowError(
+            f"it has {others[0]!r}, but tools are read from 'tools'. Rename the column, and give it the JSON schemas that the chat "
+            "template takes"
+        )
     tools = _from_json(row.get("tools"), "tools")
     if not tools and (functions := _from_json(row.get("functions"), "functions")):  # OpenAI's older form
         tools = [{"type": "function", "function": each} for each in _as_list(functions, "'functions'")]
@@ -435,16 +467,44 @@ def read_template_kwargs(row: dict[str, Any]) -> dict[str, Any]:
         tools = [_from_json(tool, "tools") for tool in _as_list(tools, "'tools'")]
         if not all(isinstance(tool, dict) for tool in tools):
             raise RowError(f"'tools' is {_shown(tools)}, but must be a list of JSON schemas")
-        kwargs["tools"] = without_nulls(tools)
+        kwargs["tools"] = tools
     return kwargs
 
 
-def without_nulls(value: Any) -> Any:
-    """Returns a value without the `None`s in its dictionaries. Arrow adds them: each row gets the keys of all rows."""
+def without_added_nulls(row: Mapping[str, Any], features: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns a row without the `None`s that Arrow adds to its dictionaries; see [`without_nulls`]."""
+    named = {name: row[name] for name in STRUCTURED if row.get(name) is not None}
+    return {**row, **{name: without_nulls(value, (features or {}).get(name)) for name, value in named.items()}}
+
+
+def with_json(features: Features) -> Features:
+    """
+    Returns features for loading JSON anew, so that its `null`s stay: of type `Json` where a key has no other value in any row.
+    """
+    columns = {name for name in STRUCTURED if _has_only_nulls(features.get(name))}
+    return Features({name: List(Json()) if name in columns else feature for name, feature in features.items()})
+
+
+def _has_only_nulls(feature: Any) -> bool:
+    """Whether a list of dictionaries has a key, at any depth, whose values are all `null`."""
+    if isinstance(feature, dict):
+        return any(each == Value("null") or _has_only_nulls(each) for each in feature.values())
+    return isinstance(feature, List) and _has_only_nulls(feature.feature)
+
+
+def without_nulls(value: Any, feature: Any = None) -> Any:
+    """
+    Returns a value without the `None`s in its dictionaries. Arrow adds them: each row gets the keys of all rows. A `feature` of
+    type `Json` is stored as a text, so its `None`s are the data's own (`"default": null` in the schema of a tool).
+    """
+    if isinstance(feature, Json):
+        return value
     if isinstance(value, dict):
-        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+        features = feature if isinstance(feature, dict) else {}
+        return {key: without_nulls(each, features.get(key)) for key, each in value.items() if each is not None}
     if isinstance(value, list):
-        return [without_nulls(each) for each in value]
+        inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+        return [without_nulls(each, inner) for each in value]
     return value
 
 
@@ -453,6 +513,10 @@ def read_tokens(row: dict[str, Any]) -> dict[str, list[int]]:
     Returns `input_ids` and `labels`. A label is -100 if the row's `labels` or one of its masks exclude the token. Padding
     at both ends, which the attention mask excludes, is removed.
     """
+    if unknown := [name for name in row if "mask" in name and name not in (*MASKS, TOKENIZERS_MASK)]:
+        raise RowError(
+            f"it has {unknown[0]!r}, but masks are read from {list(MASKS)}. Rename the column, or remove it"
+        )
     tokens = [] if row.get("input_ids") is None else _integers(row["input_ids"], "input_ids")
     if not tokens:
         raise RowError("'input_ids' is missing or has nothing in it")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from datasets import load_dataset
+from datasets import Json, load_dataset
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -172,7 +172,7 @@ def file_prompts(
     for number, content, row in _read_prompts(path, num_prompts):
         try:
             if row.images:
-                conversation = Conversation(number, content, chat_template_kwargs)
+                conversation = Conversation(number, content, chat_template_kwargs, dict.fromkeys(content, Json()))
                 prompts.append(encode_prompt(conversation, encoder, room=0, positions=None, images=images))
             elif row.text:
                 prompts.append(encoder.text(row.text))
@@ -206,7 +206,8 @@ def _read_prompts(path: str | Path, num_prompts: int | None) -> list[tuple[int, 
     prompts = []
     for number, content in read_json_lines(path):
         try:
-            prompts.append((number, content, without_answer(read_prompt(content))))
+            row = read_prompt(content, dict.fromkeys(content, Json()))
+            prompts.append((number, content, without_answer(row)))
         except RowError as error:
             raise ValueError(f"{path}, line {number}: {error}.") from None
     if not prompts:

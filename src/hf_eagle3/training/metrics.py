@@ -6,9 +6,13 @@ from dataclasses import fields
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from accelerate.logging import get_logger
 
 from .arguments import Eagle3TrainingArguments
 from .ttt import TTTOutput
+
+
+logger = get_logger(__name__)
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
@@ -47,6 +51,11 @@ class TTTMetrics:
             return {}
         counts = self.accelerator.reduce(counts, "sum").cpu()  # one sync for all
         num_rows, num_correct, num_sampled, acceptance_sums, num_reached, num_accepted = counts
+        if num_rows[0] == 0:
+            logger.warning(
+                f"No token of the last {'steps' if mode == 'train' else 'evaluation'} is learned, so the loss is 0: all labels after the "
+                "first two tokens are -100. Check the labels of the data, and the `data_collator` if you pass one."
+            )
         conditional = num_accepted / num_reached.clamp(min=1)
         by_step = {
             "accuracy": num_correct / num_rows.clamp(min=1),

@@ -105,9 +105,10 @@ def draft_to_train(
         )
     draft: DraftModel | PeftModel | None
     draft = Eagle3ForSpeculation.from_pretrained(model) if isinstance(model, str) else model
-    if draft is not None and not hasattr(draft, "validate_target"):
+    if draft is not None and (not hasattr(draft, "validate_target") or isinstance(draft, type)):
+        kind = f"the class {draft.__name__}" if isinstance(draft, type) else type(draft).__name__
         raise TypeError(
-            f"`model` is {type(draft).__name__}, but must be the draft, its name, or `None`. The target is `target_model`."
+            f"`model` is {kind}, but must be the draft, its name, or `None`. The target is `target_model`."
         )
     if hasattr(draft, "peft_config") and not isinstance(draft, PeftModel):
         # Transformers puts an adapter into its base model. PEFT would put `peft_config`'s in its place, or nothing would learn.

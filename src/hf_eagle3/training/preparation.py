@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,9 +78,19 @@ class CheckedCollator:
             raise ValueError(
                 f"`data_collator` ({name}) cannot read rows with {sorted(examples[0])}: {error} Leave it out, or correct it."
             ) from error
+        if not isinstance(batch, Mapping) or "input_ids" not in batch:
+            what = f"only {sorted(batch)}" if isinstance(batch, Mapping) else type(batch).__name__
+            raise ValueError(
+                f"`data_collator` ({name}) returns {what}, but must return a dictionary with `input_ids` and `labels`. Leave it out, or "
+                "correct it."
+            )
         tokens, labels = batch["input_ids"], batch.get("labels")
         if labels is None:
             problem = "gives no `labels`"
+        elif not (isinstance(tokens, torch.Tensor) and isinstance(labels, torch.Tensor)):
+            problem = (
+                f"gives {type(tokens).__name__} as `input_ids` and {type(labels).__name__} as `labels`, not tensors"
+            )
         elif not ((labels == tokens) | (labels == -100)).all():
             problem = "gives labels that are neither the tokens themselves, not shifted, nor -100"
         elif all("labels" in example for example in examples):
@@ -89,7 +99,7 @@ class CheckedCollator:
                 problem = "gives labels to tokens that the rows exclude"
         if problem is not None:
             raise ValueError(f"`data_collator` ({name}) {problem}. Leave it out, or correct it.")
-        return batch
+        return dict(batch)
 
 
 def image_reader(
@@ -150,7 +160,9 @@ def encode(
     if not is_chat and kind != "input_ids" and tokenizer.eos_token is None:
         logger.warning("The tokenizer has no EOS token: texts are learned without an end. Name one with `eos_token`.")
     learned = args.assistant_only_loss, args.completion_only_loss
-    encoder = RowEncoder(tokenizer, kind, trainer.target_vocab_size, *learned, formatting_func, trainer.images)
+    encoder = RowEncoder(
+        tokenizer, kind, trainer.target_vocab_size, *learned, formatting_func, trainer.images, dataset.features
+    )
     if is_chat and args.assistant_only_loss and (end := encoder.unlearned_end(first)) is not None:
         logger.warning(
             f"The chat template ends the assistant's turns with {end!r} outside of `{{% generation %}}`, so the draft does not learn "

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel, Trainer, TrainerCallback
-from transformers.utils import ModelOutput
+from transformers.utils import ModelOutput, logging
 
 from ..assisting import assist, context_manager
 from ..remote_code.modeling_eagle3 import DraftModel
@@ -14,6 +14,9 @@ from ..remote_code.outputs_eagle3 import aux_hidden_states, select_hidden_states
 from .models import check_layers, check_vocabulary, without_adapter
 from .target_states import TargetStates
 from .ttt import TTTBatch, counted_rows, draft_loss
+
+
+logger = logging.get_logger(__name__)
 
 
 @context_manager
@@ -37,7 +40,7 @@ def assist_rollouts(
 
     The trainer changes the target that the draft was trained for. With a `learning_rate` the draft follows: for each
     batch that the trainer learns from, the draft takes a step of its own on the target's states of that forward. The logs
-    then have `draft_loss`.
+    then have `draft_loss`. Batches in which gradients are not finite are left out, with a warning.
 
     Args:
         trainer (`Trainer`): A trainer whose `model` generates.
@@ -160,7 +163,16 @@ class DraftLearner:
         counts = [counted_rows(batch.labels, batch.documents, step).sum() for step in range(self.ttt_steps)]
         loss = (weights * result.loss_sums / torch.stack(counts).clamp(min=1)).sum()
         loss.backward(inputs=self.weights)  # the draft reads the target's embedding table
-        torch.nn.utils.clip_grad_norm_(self.weights, 1.0)
+        is_finite = torch.nn.utils.clip_grad_norm_(self.weights, 1.0).isfinite()
+        if not is_finite:  # one step would leave no finite weight
+            for weight in self.weights:
+                weight.grad = None
+            self.draft.eval()
+            logger.warning_once(
+                f"The draft's gradients are not finite in a batch, so it does not learn from that (its loss is {loss.item()}). If the "
+                "trainer's own loss stays finite, load the model in bfloat16 or float32, or pass a lower `learning_rate`."
+            )
+            return
         halves = [pair for pair in zip(self.weights, self.masters) if pair[0] is not pair[1]]
         for weight, master in halves:
             master.grad, weight.grad = None if weight.grad is None else weight.grad.float(), None

@@ -20,7 +20,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..data import ImageCollator, ImageReader, num_positions, shows_images
 from ..data.answers import locked
-from ..data.checks import report_dropped, row_lengths
+from ..data.checks import check_prepared, report_dropped, row_lengths
 from ..data.encoding import read_whole
 from ..environment import warn_of_slow_bfloat16
 from ..hub import repo_name
@@ -223,7 +223,12 @@ class Eagle3Trainer(DraftSavingTrainer):
         assert not isinstance(args.dataset_kwargs, str)  # the arguments check it
         if store is not None:
             kwargs["train_dataset"] = store.dataset()
-        elif not (args.dataset_kwargs or {}).get("skip_prepare_dataset", False):
+        elif (args.dataset_kwargs or {}).get("skip_prepare_dataset", False):
+            train, *evaluated = all_datasets(kwargs["train_dataset"], kwargs.get("eval_dataset"))
+            for dataset, name in [(train, "train"), *((each, "eval") for each in evaluated if each is not None)]:
+                if kwargs.get("data_collator") is None or "input_ids" in get_dataset_column_names(dataset):
+                    check_prepared(dataset, self.target_vocab_size, name)  # a collator may tokenize
+        else:
             # It looks at the first row before it prepares the data.
             self._encoded = encode(self, kwargs["train_dataset"], tokenizer, kwargs.get("formatting_func"), "train")
             kwargs["train_dataset"] = self._encoded
