@@ -5,7 +5,7 @@ import pytest
 from forked import run_forked
 from fuzz_calls import unknown_fields
 
-from hf_eagle3.remote_code import cache_eagle3, modeling_eagle3
+from hf_eagle3.remote_code import cache_eagle3, draft_model_eagle3
 
 
 def findings(kind, numbers, seed=0):
@@ -35,7 +35,7 @@ def test_every_field_of_a_generation_config_is_tried():
 
 
 def test_what_is_broken_is_found(monkeypatch):
-    monkeypatch.setattr(modeling_eagle3, "check_weights", lambda *args: None)
+    monkeypatch.setattr(draft_model_eagle3, "check_weights", lambda *args: None)
     assert any(findings("checkpoints", range(40)))
     keep = cache_eagle3.TreeCache.keep
     monkeypatch.setattr(  # what was accepted is not what is kept

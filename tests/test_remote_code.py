@@ -22,6 +22,7 @@ TRAVELLING = (
     "configuration_eagle3.py",
     "decoding_eagle3.py",
     "devices_eagle3.py",
+    "draft_model_eagle3.py",
     "drafter_eagle3.py",
     "loading_eagle3.py",
     "lookup_eagle3.py",
@@ -171,8 +172,8 @@ REACHING = {
     # Reads what transformers reads, before it does.
     ("loading_eagle3.py", "read_config", "cached_file"),
     ("loading_eagle3.py", "read_config", "loads"),
-    ("modeling_eagle3.py", "save_pretrained", "mkdir"),
-    ("modeling_eagle3.py", "save_pretrained", "write_text"),
+    ("draft_model_eagle3.py", "save_pretrained", "mkdir"),
+    ("draft_model_eagle3.py", "save_pretrained", "write_text"),
     ("devices_eagle3.py", "compiled", "compile"),  # torch's
     ("auto_eagle3.py", "installed_module", "import_module"),  # the package itself
     ("auto_eagle3.py", "newer_package", "import_module"),  # likewise
@@ -292,7 +293,7 @@ def test_two_folders_of_one_name_run_each_its_own_code(tmp_path):
     draft = make_draft(make_target("llama"), [make_prompt(5)])
     for name in "ab":
         draft.save_pretrained(tmp_path / name / "draft")
-    changed = tmp_path / "b" / "draft" / "modeling_eagle3.py"
+    changed = tmp_path / "b" / "draft" / "draft_model_eagle3.py"
     changed.write_text(changed.read_text().replace("    config_class =", '    OF = "b"\n    config_class ='))
     a, b = str(tmp_path / "a" / "draft"), str(tmp_path / "b" / "draft")
     result = subprocess.run(

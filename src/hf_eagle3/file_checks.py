@@ -28,7 +28,7 @@ from .tensor_names import HUB_ARGUMENTS, LENIENT, WEIGHT_FILES, check_is_reachab
 
 
 if TYPE_CHECKING:
-    from .remote_code.modeling_eagle3 import DraftModel
+    from .remote_code.draft_model_eagle3 import DraftModel
 
 LFS_POINTER = b"version https://git-lfs"
 
@@ -197,7 +197,7 @@ def read_draft(
         `ignored` and `assumed` if it is in another format; and the content of its `config.json` if it is in ours.
 
     Raises:
-        ValueError: see [`~modeling_eagle3.DraftModel.from_pretrained`].
+        ValueError: see [`~draft_model_eagle3.DraftModel.from_pretrained`].
     """
     source, variant, content = str(path), kwargs.get("variant"), None
     report: dict[str, Any] = {}

@@ -27,7 +27,7 @@ from .remote_code.target_eagle3 import (
 
 
 if TYPE_CHECKING:
-    from .remote_code.modeling_eagle3 import DraftModel
+    from .remote_code.draft_model_eagle3 import DraftModel
 
 SPECULATIVE_TOKENS = 6  # the length of the chain that engines such as vLLM draft
 

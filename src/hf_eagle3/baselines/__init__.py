@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
-from ..remote_code.modeling_eagle3 import DraftModel
+from ..remote_code.draft_model_eagle3 import DraftModel
 from .baseline import BaselineDraft
 from .dflash import DFlashConfig, DFlashForSpeculation
 from .eagle import EagleConfig, EagleForSpeculation

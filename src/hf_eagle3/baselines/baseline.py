@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoints.files import check_repo
 from ..remote_code.configuration_eagle3 import Eagle3Config
-from ..remote_code.modeling_eagle3 import DraftModel
+from ..remote_code.draft_model_eagle3 import DraftModel
 from ..remote_code.tree_eagle3 import DraftTree, Plan
 from .static_tree import GUESSED_ACCURACIES, best_static_tree, grow_static_tree
 
@@ -82,7 +82,7 @@ class BaselineDraft(DraftModel):
 
     @classmethod
     def from_target(cls, target: PreTrainedModel, *args: Any, **overrides: Any) -> DraftModel:
-        """See [`~modeling_eagle3.DraftModel.from_target`]."""
+        """See [`~draft_model_eagle3.DraftModel.from_target`]."""
         return super().from_target(target, *args, **cls.default_overrides(target, overrides))
 
     def grow_tree(

@@ -21,10 +21,10 @@ from ..making import logit_factor
 from ..remote_code.accept_eagle3 import Sampler
 from ..remote_code.cache_eagle3 import additive_mask
 from ..remote_code.devices_eagle3 import on_device, reads_without_sync
+from ..remote_code.draft_model_eagle3 import DraftModel
 from ..remote_code.drafter_eagle3 import Drafter, Slots
 from ..remote_code.loading_eagle3 import weights_digest
 from ..remote_code.modeling_eagle3 import (
-    DraftModel,
     Eagle3Attention,
     Eagle3Head,
     Eagle3Output,
@@ -228,7 +228,7 @@ class DFlashForSpeculation(BaselineDraft):
         **overrides: Any,
     ) -> "DFlashForSpeculation":
         """
-        Makes an untrained draft for a loaded target. See [`~modeling_eagle3.DraftModel.from_target`]. It reads as many of
+        Makes an untrained draft for a loaded target. See [`~draft_model_eagle3.DraftModel.from_target`]. It reads as many of
         the target's states as it has layers, and the mask is the padding token, unless `overrides` say otherwise.
         """
         depth = target.config.get_text_config(decoder=True).num_hidden_layers
@@ -250,7 +250,7 @@ class DFlashForSpeculation(BaselineDraft):
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path | None, *args: Any, **kwargs: Any) -> Any:
         """
         Loads a draft of z-lab, of JetSpec, of `speculators`, or of ours. See
-        [`~modeling_eagle3.DraftModel.from_pretrained`]. A tree may be as deep as the block is long, unless a
+        [`~draft_model_eagle3.DraftModel.from_pretrained`]. A tree may be as deep as the block is long, unless a
         `generation_config.json` says otherwise (`tree_depth`).
 
         Raises:
@@ -304,7 +304,7 @@ class DFlashForSpeculation(BaselineDraft):
             self.config.weights_digest = None
 
     def validate_target(self, target: PreTrainedModel) -> None:
-        """See [`~modeling_eagle3.DraftModel.validate_target`]."""
+        """See [`~draft_model_eagle3.DraftModel.validate_target`]."""
         DraftModel.validate_target(self, target)
         num_tokens = len(table_of(target).weight)
         if not self.config.has_own_embed_tokens and self.config.mask_token_id >= num_tokens:

@@ -13,8 +13,8 @@ from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from ..remote_code.draft_model_eagle3 import DraftModel
 from ..remote_code.modeling_eagle3 import (
-    DraftModel,
     Eagle3Attention,
     Eagle3ForSpeculation,
     Eagle3RMSNorm,

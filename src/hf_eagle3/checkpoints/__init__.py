@@ -26,7 +26,7 @@ from ..config_checks import check_method
 from ..file_checks import fields_among
 from ..remote_code.auto_eagle3 import logger
 from ..remote_code.configuration_eagle3 import Eagle3Config
-from ..remote_code.modeling_eagle3 import DraftModel
+from ..remote_code.draft_model_eagle3 import DraftModel
 from ..tensor_names import LENIENT, find, is_block_draft, is_draft
 from . import flat, llama_cpp, openvino, safeailab, sglang
 from .engines import ENGINES, check_is_eagle3, describe_engines

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..environment import is_path
-from ..remote_code.modeling_eagle3 import DraftModel
+from ..remote_code.draft_model_eagle3 import DraftModel
 from . import llama_cpp, openvino, safeailab, sglang
 from .writing import OTHER_ORDER, CannotExpress, draft_features
 

@@ -24,7 +24,7 @@ from ..tensor_names import WEIGHT_FILES, check_is_reachable, find, with_variant
 
 
 if TYPE_CHECKING:
-    from ..remote_code.modeling_eagle3 import DraftModel
+    from ..remote_code.draft_model_eagle3 import DraftModel
 
 
 def read_tensors(source: str | Path, variant: str | None = None, **hub_kwargs: Any) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..remote_code.modeling_eagle3 import DraftModel
+from ..remote_code.draft_model_eagle3 import DraftModel
 from .writing import CONFIGURED, check_features, check_head, check_layer_ids
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..remote_code.modeling_eagle3 import DraftModel
+from ..remote_code.draft_model_eagle3 import DraftModel
 from . import sglang
 from .files import save_checkpoint
 from .writing import CONFIGURED, check_features, check_layer_ids, check_table

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..remote_code.modeling_eagle3 import DraftModel
+from ..remote_code.draft_model_eagle3 import DraftModel
 from .writing import flat_config, flat_tensors, layer_ids
 
 

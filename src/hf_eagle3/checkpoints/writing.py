@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from ..remote_code.configuration_eagle3 import FLAGS
+from ..remote_code.draft_model_eagle3 import DraftModel
 from ..remote_code.loading_eagle3 import fingerprint, similarity
-from ..remote_code.modeling_eagle3 import DraftModel
 from .flat import EXACT_IDS, LAYER_KEYS, TOKEN_KEYS
 
 

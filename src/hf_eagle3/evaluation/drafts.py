@@ -11,7 +11,8 @@ from .. import __version__
 from ..auto import kind_of_draft
 from ..baselines import BASELINES, DFlashForSpeculation
 from ..environment import is_path
-from ..remote_code.modeling_eagle3 import DraftModel, Eagle3ForSpeculation
+from ..remote_code.draft_model_eagle3 import DraftModel
+from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation
 from ..tensor_names import HUB_ARGUMENTS, is_block_draft
 
 

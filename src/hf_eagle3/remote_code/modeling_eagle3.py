@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The EAGLE-3 draft (https://huggingface.co/papers/2503.01840), built from transformers' own parts."""
 
-import importlib.util
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, GenerationMixin, PreTrainedConfig
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
@@ -25,28 +21,11 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from transformers.utils import ModelOutput
 
-from .assistant_eagle3 import CALL_SETTINGS, CUSTOM_GENERATE, AssistantMixin
-from .auto_eagle3 import IS_INSTALLED, check_needs, installed_module, logger
-from .configuration_eagle3 import Eagle3Config, default_aux_layer_ids
+from .configuration_eagle3 import Eagle3Config
+from .draft_model_eagle3 import BORROW, DraftModel
 from .drafter_eagle3 import Drafter
-from .loading_eagle3 import (
-    check_draft,
-    check_loading_info,
-    check_pairing,
-    check_weights,
-    read_config,
-    weights_digest,
-)
-from .outputs_eagle3 import CACHE, keep_state_after_last_layer
-from .policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
-from .target_eagle3 import Borrowed, gathered_table, look_up, table_of
-from .tree_eagle3 import GenerationCall, grow_tree
-
-
-HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
-BORROW = (
-    "Call `draft.borrow_embeddings(target)` first. `target.generate(..., assistant_model=draft)` needs no such call."
-)
+from .outputs_eagle3 import CACHE
+from .tree_eagle3 import GenerationCall
 
 
 # Layers ------------------------------------------------------------------------------------------------------------
@@ -186,271 +165,7 @@ class Eagle3DecoderLayer(nn.Module):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-# Drafts ------------------------------------------------------------------------------------------------------------
-
-
-class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
-    """
-    A draft of any network. It reads states of a target and proposes what the target may say next. A subclass has the
-    network with an `lm_head`, and a [`~assistant_eagle3.AssistantMixin.proposer`].
-    """
-
-    config_class = Eagle3Config
-    generation_config: GenerationConfig
-    # Grows the tree of a step: see [`~tree_eagle3.grow_tree`].
-    grow_tree = staticmethod(grow_tree)
-    # Whether the state of index `L` is after the target's final norm, as transformers returns it, or before.
-    reads_normed_state = False
-    # Copies of the target's modules, which are not trained.
-    frozen_modules: tuple[str, ...] = ("embed_tokens",)
-    d2t: torch.Tensor | None
-    t2d: torch.Tensor | None
-
-    def __init__(self, config: Eagle3Config):
-        super().__init__(config)
-        if config.has_own_embed_tokens:
-            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        if config.draft_vocab_size < config.vocab_size:
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-            self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
-        else:
-            self.d2t = self.t2d = None
-        # In lists, so that they are no submodules: the target's are not saved, moved or trained with the draft.
-        self._borrowed_embedding = Borrowed()
-        self._borrowed_head = Borrowed()
-        self._borrowed_version: int | None = None
-        self.generation_config = GenerationConfig(
-            bos_token_id=config.bos_token_id,
-            eos_token_id=config.eos_token_id,
-            pad_token_id=config.pad_token_id,
-            **DEFAULT_TREE_SETTINGS,
-        )
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in DEFAULT_TREE_SETTINGS:
-            raise AttributeError(f"The draft itself has no `{name}`. Set `draft.generation_config.{name}`.")
-        super().__setattr__(name, value)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | Path | None, *args: Any, **kwargs: Any) -> Any:
-        """
-        Loads a draft. If hf-eagle3 is installed, also those of other projects: `speculators`, SafeAILab/EAGLE, SpecForge,
-        SGLang, Model-Optimizer, AngelSlim and others. A draft without a head gets its target's when it meets it. See
-        [`~transformers.PreTrainedModel.from_pretrained`]. With `output_loading_info=True` the second result also has
-        the `format`, and what was `renamed`, `ignored` and `assumed`.
-
-        Args:
-            pretrained_model_name_or_path (`str` or `Path`): Folder or Hub id.
-            args, kwargs (*optional*): As there.
-
-        Raises:
-            ValueError: if a file is broken, a tensor is missing, unexpected, of another shape or not finite, the
-                vocabulary mapping is broken, or configuration or weights are not what was saved.
-            ImportError: if transformers lacks what this code needs.
-        """
-        check_needs()
-        if not isinstance(pretrained_model_name_or_path, (str, PathLike, type(None))):
-            raise TypeError(
-                f"`from_pretrained` takes the folder or Hub id of a draft, not {type(pretrained_model_name_or_path).__name__}. "
-                "`from_target` makes a draft for a target."
-            )
-        if settings := [name for name in (*DEFAULT_TREE_SETTINGS, *CALL_SETTINGS) if name in kwargs]:
-            raise TypeError(
-                f"`from_pretrained` takes no `{settings[0]}`. Pass it to `generate`, or set `draft.generation_config.{settings[0]}`."
-            )
-        path, source = pretrained_model_name_or_path, str(pretrained_model_name_or_path)
-        wants_loading_info = kwargs.pop("output_loading_info", False)
-        # This class's code runs. Transformers would also run the folder's `custom_generate`.
-        kwargs.pop("trust_remote_code", None)
-        hub_kwargs = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
-        kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused by name below
-        read = super().from_pretrained
-        if IS_INSTALLED:
-            reader = installed_module("file_checks", "Loading")
-            model, info, content = reader.read_draft(cls, read, path, args, kwargs, hub_kwargs)
-        else:  # a copy reads what was saved, as `weights_digest` shows
-            content = None if path is None else read_config(source, **hub_kwargs)
-            if content is not None and not cls.config_class.recognises(content, source):
-                raise ValueError(
-                    f"{source} is not in the speculators format. `pip install hf-eagle3` reads others, too."
-                )
-            model, info = read(path, *args, **kwargs)
-            check_loading_info(info, source)
-        for name, value in tree_settings(model.generation_config).items():  # drafts of others have none
-            setattr(model.generation_config, name, value)
-        if not hasattr(model, "hf_quantizer"):
-            # These weights are not those that were saved: other variants, float16, adapters, and the caller's own.
-            is_changed = kwargs.get("variant") or kwargs.get("state_dict") is not None
-            is_changed = is_changed or model.dtype == torch.float16 or model._hf_peft_config_loaded
-            digest = None if is_changed or content is None else content.get("weights_digest")
-            check_weights(model.state_dict(), source, digest)
-        model.loaded_with = {name: hub_kwargs[name] for name in ("revision", "subfolder") if name in hub_kwargs}
-        return (model, {"format": "speculators", **info}) if wants_loading_info else model
-
-    @classmethod
-    def from_target(cls, target: PreTrainedModel, *args: Any, **kwargs: Any) -> "DraftModel":
-        """
-        Makes an untrained draft for a loaded `target`. See `hf_eagle3.making.from_target`.
-
-        Args:
-            args, kwargs (*optional*): `draft_token_ids`, the target's tokens that it can propose;
-                `num_hidden_layers`; and fields of [`Eagle3Config`], or of its `transformer_layer_config`.
-
-        Raises:
-            ValueError: if no draft can be made for the target, or a field or a token id does not exist.
-        """
-        return installed_module("making", "A new draft").from_target(cls, target, *args, **kwargs)
-
-    def set_draft_vocabulary(
-        self, draft_token_ids: Sequence[int] | torch.Tensor | None, target: PreTrainedModel
-    ) -> None:
-        """Replaces the draft vocabulary by `draft_token_ids` (`None`: all), and `lm_head` by the rows of `target` for it."""
-        installed_module("making", "Another vocabulary").set_draft_vocabulary(self, draft_token_ids, target)
-
-    def trim_draft_vocabulary(self, draft_token_ids: Sequence[int] | torch.Tensor) -> None:
-        """Removes all but `draft_token_ids` (ids of the target) from the draft vocabulary. They keep their rows of `lm_head`."""
-        installed_module("making", "A smaller vocabulary").trim_draft_vocabulary(self, draft_token_ids)
-
-    def pair_with(self, target: PreTrainedModel) -> None:
-        """Records the `target` in the draft's configuration, for drafts of formats that do not."""
-        installed_module("making", "Pairing").pair_with(self, target)
-
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """
-        Pushes the draft, its code and a card to `repo_id` (`<owner>/<name>`) in one commit. The `kwargs` are those of
-        `hf_eagle3.hub.push_draft`. If hf-eagle3 is not installed, see [`~transformers.utils.PushToHubMixin.push_to_hub`],
-        which writes transformers' own card.
-        """
-        if importlib.util.find_spec("hf_eagle3") is None:
-            return super().push_to_hub(repo_id, **kwargs)
-        return installed_module("hub", "Pushing a draft").push_draft(self, repo_id, **kwargs)
-
-    def save_pretrained(
-        self,
-        save_directory: str | Path,
-        is_main_process: bool = True,
-        state_dict: dict[str, torch.Tensor] | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        """
-        Saves the draft and its code in `save_directory`. See [`~transformers.PreTrainedModel.save_pretrained`], also for
-        `is_main_process`, `state_dict`, `args` and `kwargs`. Raises `ValueError` if the draft is to be pushed, for which there
-        is [`push_to_hub`]. If hf-eagle3 is installed, also if the draft stores no head and has not met the target whose head it
-        uses, if it could not be loaded again (also if weights are not finite), or if the folder has another model.
-
-        The folder also serves as `custom_generate`:
-        `target.generate(..., custom_generate=folder, assistant_model=draft, trust_remote_code=True)`.
-        """
-        if any(args[:1]) or kwargs.get("push_to_hub"):
-            raise ValueError(
-                "`push_to_hub=True` would push a part of the draft, over whatever is in the repo. Call `draft.push_to_hub(repo_id)`."
-            )
-        tree_settings(self.generation_config)  # raises for settings that could not be loaded
-        files = installed_module("checkpoints.files", "Saving") if IS_INSTALLED else None  # a copy is as it was saved
-        if files is not None:
-            files.check_saving(self, save_directory, is_main_process)
-        weights = self.state_dict() if state_dict is None else state_dict
-        if is_main_process and all(type(weight) is torch.Tensor and not weight.is_meta for weight in weights.values()):
-            self.config.weights_digest = weights_digest(weights)
-        try:
-            super().save_pretrained(save_directory, is_main_process, state_dict, *args, **kwargs)
-        finally:
-            self.config.weights_digest = None
-        if files is not None and is_main_process and not self._hf_peft_config_loaded:
-            files.remove_stale_weights(save_directory, kwargs.get("variant"))
-        if self._auto_class is not None:  # transformers saved the code
-            folder = Path(save_directory) / "custom_generate"
-            folder.mkdir(exist_ok=True)
-            (folder / "generate.py").write_text(CUSTOM_GENERATE, encoding="utf-8")
-
-    @property
-    def draft_token_ids(self) -> torch.Tensor:
-        """Target token ids of the draft vocabulary, of shape `(draft_vocab_size,)`."""
-        like = self.get_output_embeddings().weight if self.d2t is None else self.d2t  # the head may be offloaded
-        draft_ids = torch.arange(self.config.draft_vocab_size, device=like.device)
-        return draft_ids if self.d2t is None else draft_ids + self.d2t
-
-    def get_input_embeddings(self) -> nn.Embedding | None:
-        """The draft's own table, if it has one. The target's is not the draft's to resize or to shard."""
-        return self.embed_tokens if self.config.has_own_embed_tokens else None
-
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(
-            "A draft cannot be resized. It works with a target to which tokens were added, but never proposes these. To propose "
-            "them, make and train a draft for the larger target."
-        )
-
-    def borrow_embeddings(self, target: PreTrainedModel) -> None:
-        """Lets `forward` use the target's table and head if the draft stores none of its own."""
-        self._borrowed_embedding = Borrowed([gathered_table(table_of(target))])
-        self._borrow_head(target)
-
-    def _borrow_head(self, target: PreTrainedModel) -> None:
-        if IS_INSTALLED:
-            installed_module("making", "A draft of another format").meet_target(self, target)
-
-    def embed(self, input_ids: torch.Tensor, embedding: nn.Embedding | None = None) -> torch.Tensor:
-        """
-        Looks tokens `(B, S)` up in the draft's own table, else in `embedding`, else in the borrowed one. It uses the weight alone,
-        because the factor of some targets' embeddings (Gemma) is not part of the draft's input.
-        """
-        if self.config.has_own_embed_tokens:
-            # Tokens that were added to the target later have no row: the last one stands for them.
-            known_ids = input_ids.to(self.embed_tokens.weight.device).clamp(max=self.config.vocab_size - 1)
-            embeds = self.embed_tokens(known_ids)
-        elif embedding is None and not self._borrowed_embedding:
-            raise ValueError(f"This draft stores no embedding table. {BORROW}")
-        else:
-            embeds = look_up(self._borrowed_embedding[0] if embedding is None else embedding, input_ids)
-        return embeds.to(self.get_output_embeddings().weight)
-
-    def validate_target(self, target: PreTrainedModel) -> None:
-        """
-        Takes the head of `target` if the draft stores none. Raises `ValueError`, naming both sides, if the draft was made for a
-        target of another kind, size or vocabulary, or for another model of the same sizes.
-        """
-        check_pairing(self, target)
-        self._borrow_head(target)
-
-    def resolve_aux_layer_ids(self, target: PreTrainedModel) -> list[int]:
-        """
-        Returns the indices of the `hidden_states` of `target` that this draft reads. Some formats do not say what their ids count
-        (`config.aux_layer_ids_assumed`). Then they count outputs of layers, unless they are the usual inputs
-        `[2, L // 2, L - 3]` or one of them is `L`. A warning says what was assumed.
-        """
-        depth = target.config.get_text_config(decoder=True).num_hidden_layers
-        ids, default = self.config.eagle_aux_hidden_state_layer_ids, default_aux_layer_ids(depth)
-        if not self.config.aux_layer_ids_assumed:
-            return list(default if ids is None else ids)
-        stored = [layer_id - 1 for layer_id in ids or ()]
-        # Drafts that count inputs have the usual states, or the one after the last layer, which is no layer's input.
-        counts_inputs = depth >= 6 and stored == default or depth in stored
-        resolved = default if ids is None else stored if counts_inputs else list(ids)
-        if counts_inputs or ids != default:
-            unsaid = f"what its layer ids {stored} count" if stored else "which states it reads"
-            logger.warning_once(
-                f"The draft {self.config.name_or_path or '(unnamed)'} does not say {unsaid}. We assume the states that enter "
-                f"layers {resolved} of the target's {depth}."
-            )
-        return resolved
-
-    def reads_after_last_layer(self, target: PreTrainedModel) -> bool:
-        """Whether it reads the state after the target's last layer, before the final norm."""
-        depth = target.config.get_text_config(decoder=True).num_hidden_layers
-        return depth in self.resolve_aux_layer_ids(target) and not self.reads_normed_state
-
-    def assisted_decoding(self, target: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        """See [`~assistant_eagle3.AssistantMixin.assisted_decoding`]."""
-        check_draft(self, target)
-        with keep_state_after_last_layer(target) if self.reads_after_last_layer(target) else nullcontext():
-            return super().assisted_decoding(target, *args, **kwargs)
-
-    def generate(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(
-            "A draft does not generate text by itself. Call `target.generate(..., assistant_model=draft)`. If you did, the "
-            "target's `_assisted_decoding` is not transformers' own: remove what replaces it."
-        )
+# The draft ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass

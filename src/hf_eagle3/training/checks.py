@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from trl import SFTTrainer
 
 from ..data.checks import check_is_dataset
-from ..remote_code.modeling_eagle3 import DraftModel
+from ..remote_code.draft_model_eagle3 import DraftModel
 from .features import FeatureStore
 
 

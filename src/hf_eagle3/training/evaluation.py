@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset, IterableDataset
 
 from ..data import ImageReader, documents_of_row, prompt_of
-from ..remote_code.modeling_eagle3 import DraftModel
+from ..remote_code.draft_model_eagle3 import DraftModel
 from ..remote_code.target_eagle3 import device_of, is_sharded
 from ..tokenizer import padded_inputs
 from .metrics import sum_dtype

@@ -19,7 +19,8 @@ from transformers.utils import logging
 from ..checkpoints import target_class
 from ..data import sees_images
 from ..making import FORMS, check_not_offloaded
-from ..remote_code.modeling_eagle3 import DraftModel, Eagle3ForSpeculation
+from ..remote_code.draft_model_eagle3 import DraftModel
+from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation
 from ..tensor_names import HUB_ARGUMENTS
 from ..tokenizer import load_tokenizer
 from .arguments import Eagle3TrainingArguments

@@ -31,7 +31,7 @@ from ..data.checks import report_dropped
 from ..data.encoding import split_documents, taught_within
 from ..data.images import without_images
 from ..data.rows import CONVERSATIONS, MASKS
-from ..remote_code.modeling_eagle3 import DraftModel
+from ..remote_code.draft_model_eagle3 import DraftModel
 from ..tokenizer import padding_token, read_template
 from .arguments import Eagle3TrainingArguments
 

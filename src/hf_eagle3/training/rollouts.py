@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.utils import ModelOutput, logging
 
 from ..assisting import assist, context_manager
-from ..remote_code.modeling_eagle3 import DraftModel
+from ..remote_code.draft_model_eagle3 import DraftModel
 from ..remote_code.outputs_eagle3 import aux_hidden_states, select_hidden_states
 from .models import check_layers, check_vocabulary, without_adapter
 from .target_states import TargetStates

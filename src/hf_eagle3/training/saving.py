@@ -27,7 +27,7 @@ from ..environment import command_line, public_name
 from ..files import write_atomically
 from ..hub import card_on_hub, is_edited, render_card, write_records
 from ..remote_code.configuration_eagle3 import Eagle3Config
-from ..remote_code.modeling_eagle3 import DraftModel
+from ..remote_code.draft_model_eagle3 import DraftModel
 from .checkpoint import CHECKPOINT_FILES, list_files
 from .models import without_adapter
 from .record import training_record

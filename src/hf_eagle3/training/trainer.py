@@ -25,7 +25,7 @@ from ..data.encoding import read_whole
 from ..environment import warn_of_slow_bfloat16
 from ..hub import repo_name
 from ..remote_code.configuration_eagle3 import Eagle3Config
-from ..remote_code.modeling_eagle3 import DraftModel
+from ..remote_code.draft_model_eagle3 import DraftModel
 from ..remote_code.target_eagle3 import is_sharded
 from .arguments import Eagle3TrainingArguments
 from .checkpoint import checkpoint_to_resume, place_in_stream

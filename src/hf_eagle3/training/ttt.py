@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..remote_code.modeling_eagle3 import DraftModel
+from ..remote_code.draft_model_eagle3 import DraftModel
 from ..remote_code.text_eagle3 import take_rows
 from .attention import TreeTTTCache, TTTCache, recomputed
 from .losses import DraftLoss, acceptance_rates, log_sum_exp, pieces, probabilities
