@@ -207,8 +207,8 @@ def check_who_answers(args, target_config) -> None:
 
 
 def main():
-    dataclasses = (RegenerationScriptArguments, RegenerationArguments, TargetConfig, DatasetMixtureConfig)
-    parser = Eagle3Parser(dataclasses, WITHOUT, description=__doc__)
+    dataclass_types = (RegenerationScriptArguments, RegenerationArguments, TargetConfig, DatasetMixtureConfig)
+    parser = Eagle3Parser(dataclass_types, WITHOUT, description=__doc__)
     script_args, args, target_config, mixture = parser.parse_args_and_config()
     # Without this, processes on CPUs would not know of each other.
     is_cpu = not torch.accelerator.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")

@@ -376,8 +376,8 @@ def next_steps(trainer: Eagle3Trainer, target: str, base: str | None, is_adapter
 def main() -> None:
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hf_eagle3").setLevel(logging.INFO)
-    dataclasses = (TrainScriptArguments, Eagle3TrainingArguments, TargetConfig, DatasetMixtureConfig)
-    parser = Eagle3Parser(dataclasses, description=__doc__)
+    dataclass_types = (TrainScriptArguments, Eagle3TrainingArguments, TargetConfig, DatasetMixtureConfig)
+    parser = Eagle3Parser(dataclass_types, description=__doc__)
     script_args, training_args, target_config, mixture = parser.parse_args_and_config()
     with errors_in_one_line():
         check_output_dir(training_args)

@@ -36,29 +36,31 @@ def attention(self, query, key, value, output_shape=None):
 Attention.forward = attention
 
 
-def configure(of_draft):
+def configure(job_of_draft):
     settings = {"dtype": "float32", "max_model_len": 64, "enforce_eager": True}
-    speculation = {"method": "eagle3", "model": of_draft["draft"], "num_speculative_tokens": 3}
-    return EngineArgs(of_draft["target"], speculative_config=speculation, **settings).create_engine_config()
+    speculation = {"method": "eagle3", "model": job_of_draft["draft"], "num_speculative_tokens": 3}
+    return EngineArgs(job_of_draft["target"], speculative_config=speculation, **settings).create_engine_config()
 
 
-def compute(config, of_draft):
+def compute(config, job_of_draft):
     draft_config = config.speculative_config.draft_model_config
     model_class, _ = ModelRegistry.resolve_model_cls(draft_config.hf_config.architectures, draft_config)
     model = model_class(vllm_config=config)
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data.fill_(torch.nan)
-    model.load_weights(load_file(Path(of_draft["draft"], "model.safetensors")).items())
+    model.load_weights(load_file(Path(job_of_draft["draft"], "model.safetensors")).items())
     for module in model.modules():
         if hasattr(method := getattr(module, "quant_method", None), "process_weights_after_loading"):
             method.process_weights_after_loading(module)
-    aux, embeds = torch.tensor(of_draft["aux"]), torch.tensor(of_draft["embeds"])
-    tokens = torch.zeros(len(embeds), dtype=torch.long)
+    aux, embeds = torch.tensor(job_of_draft["aux"]), torch.tensor(job_of_draft["embeds"])
+    tokens = torch.zeros(len(embeds), dtype=torch.long)  # not read, since there are embeddings
     outputs, states = model(tokens, torch.arange(len(embeds)), model.combine_hidden_states(aux), embeds)
     return {
         "logits": [
-            [number for number in row if number > -torch.inf] for row in model.compute_logits(outputs).tolist()
+            # Tokens outside of the draft vocabulary have -inf.
+            [number for number in row if number > -torch.inf]
+            for row in model.compute_logits(outputs).tolist()
         ],
         "states": states.tolist(),
         "unfilled": [name for name, parameter in model.named_parameters() if parameter.isnan().any()],
@@ -67,15 +69,15 @@ def compute(config, of_draft):
 
 @torch.inference_mode()
 def main(job_file, result_file):
-    job, found = json.loads(Path(job_file).read_text()), []
-    for of_draft in job["drafts"]:
-        config = configure(of_draft)
+    job, results = json.loads(Path(job_file).read_text()), []
+    for job_of_draft in job["drafts"]:
+        config = configure(job_of_draft)
         with set_current_vllm_config(config):
-            if not found:
+            if not results:
                 init_distributed_environment(1, 0, f"file://{Path(result_file).absolute()}.store", 0, "gloo")
                 initialize_model_parallel()
-            found.append(compute(config, of_draft))
-    Path(result_file).write_text(json.dumps({"drafts": found, "version": __version__}))
+            results.append(compute(config, job_of_draft))
+    Path(result_file).write_text(json.dumps({"drafts": results, "version": __version__}))
 
 
 if __name__ == "__main__":

@@ -189,8 +189,8 @@ def check_layers(config: Eagle3Config) -> None:
     factor = rope.get("partial_rotary_factor") or 1.0
     if factor != 1:  # transformers' Llama would ignore it
         raise ValueError(
-            f"`partial_rotary_factor` is {factor}, but the layers of a draft rotate whole heads. Some projects copy it from the target, "
-            "and rotate whole heads, too (DeepSpec): if this draft was trained so, remove it."
+            f"`partial_rotary_factor` is {factor}, but the layers of a draft rotate whole heads. DeepSpec copies it from the "
+            "target, though its layers rotate whole heads, too. If this is such a draft, remove the key."
         )
     if not set(layer_config.layer_types) <= {"full_attention", "sliding_attention"}:
         raise ValueError(

@@ -323,17 +323,25 @@ def sort_tokens(draft: "DraftModel", info: dict[str, Any]) -> None:
         head.data = head.data[order]
 
 
+def ids_as_stored(draft: "DraftModel") -> list[int]:
+    """The layer ids as the file of a draft has them."""
+    return [
+        layer_id - draft.config.aux_layer_ids_assumed
+        for layer_id in draft.config.eagle_aux_hidden_state_layer_ids or []
+    ]
+
+
 def check_order(draft: "DraftModel", source: str | Path) -> None:
     """Warns if a draft names layers of its target twice, or in another order than the target computes them."""
     ids = draft.config.eagle_aux_hidden_state_layer_ids or []
     if ids == sorted(set(ids)):
         return
-    listed = [layer_id - draft.config.aux_layer_ids_assumed for layer_id in ids]
-    how, advice = "out of order", "load it with `eagle_aux_hidden_state_layer_ids` in ascending order"
+    how = "out of order"
+    advice = f"load it with `eagle_aux_hidden_state_layer_ids={sorted(ids)}`, which count inputs of layers"
     if len(set(ids)) < len(ids):
-        how, advice = "twice", "correct its config.json"
+        how, advice = "twice", "correct the wrong one in its config.json"
     logger.warning_once(
-        f"The draft {source} lists layers of its target {how}: {listed}. We read them as they are listed, but vLLM and SGLang read each "
+        f"The draft {source} lists layers of its target {how}: {ids_as_stored(draft)}. We read them as they are listed, but vLLM and SGLang read each "
         f"once, in the order of the layers. If few tokens are accepted, {advice}."
     )
 
@@ -341,7 +349,7 @@ def check_order(draft: "DraftModel", source: str | Path) -> None:
 def check_num_states(draft: "DraftModel", info: dict[str, Any], source: str | Path) -> None:
     """
     Raises `ValueError` if `fc` reads another number of the target's states than the configuration names. Some trainers also
-    name the last layer, whose state they only compare with.
+    name the last layer, whose state is only a reference in training.
     """
     ids, size = draft.config.eagle_aux_hidden_state_layer_ids, draft.config.target_hidden_size
     stored = next((shape for name, shape, _ in info["mismatched_keys"] if name == "fc.weight"), None)
@@ -349,13 +357,13 @@ def check_num_states(draft: "DraftModel", info: dict[str, Any], source: str | Pa
         return
     num_states = stored[-1] // size
     advice = (
-        f"If the last layers were only compared with in training, load it with `eagle_aux_hidden_state_layer_ids={ids[:num_states]}`."
+        f"If training used the last layers only as a reference, load it with `eagle_aux_hidden_state_layer_ids={ids[:num_states]}`."
         if num_states < len(ids)
         else "Correct its config.json."
     )
     raise ValueError(
         f"`fc.weight` of {source} reads {num_states} of its target's states ({stored[-1]} values, of {size} each), but config.json names "
-        f"{len(ids)} layers, {ids}. {advice}"
+        f"{len(ids)} layers, {ids_as_stored(draft)}. {advice}"
     )
 
 

@@ -43,7 +43,7 @@ def find(source: str | Path, name: str, **hub_kwargs: Any) -> Path | None:
 
 
 def check_is_reachable(source: str | Path, name: str, **hub_kwargs: Any) -> None:
-    """Raises `OSError` if a file that [`find`] did not find may be on the Hub, which cannot be asked now (offline, no connection)."""
+    """Raises `OSError` if a file that [`find`] did not find may be on the Hub, which cannot be reached (offline, no connection)."""
     try:
         cached_file(str(source), name, **hub_kwargs)
     except OSError as error:

@@ -99,10 +99,10 @@ def test_what_changes_nothing(tmp_path, target, reference, changes):
         ),
         ({"rope_scaling": {**LONGROPE, "long_factor": ["1"] * 4}}, "`long_factor` is .* must be a list of 4 numbers"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
-        ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor` is 0.5, .*trained so, remove it"),
+        ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor` is 0.5, .*such a draft, remove the key"),
         (
             {"rope_parameters": {"partial_rotary_factor": 0.5}},
-            "`partial_rotary_factor` is 0.5, .*trained so, remove it",
+            "`partial_rotary_factor` is 0.5, .*such a draft, remove the key",
         ),
         ({"eagle_config": {"partial_rotary_factor": 0.5}}, "does not know: .'eagle_config.partial_rotary_factor'"),
         ({"norm_type": "layer"}, "norm_type"),
@@ -126,7 +126,7 @@ def test_what_changes_nothing(tmp_path, target, reference, changes):
         ({"use_mrope": True}, "three positions"),
         (
             {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}},
-            "`alpha` .1000.0.*`rope_theta` to 100000000 inst",
+            "`alpha` .1000.0.*also set `rope_theta` to 100000000, which vLLM computes",
         ),
         ({"rope_scaling": "yarn"}, "`rope_scaling` is 'yarn', but must be a mapping"),
         ({"rope_scaling": {"factor": 8.0}}, "`rope_scaling` has a `factor` of 8.0, but no `rope_type`. Set it"),
@@ -406,8 +406,8 @@ def test_layer_ids(tmp_path, target, reference, said, ids, depth, expected, is_s
     "ids, how",
     [
         ([1, 5, 8], None),
-        ([8, 1, 5], "out of order: .*ids` in ascending order"),
-        ([1, 1, 8], "twice: .*correct its config"),
+        ([8, 1, 5], r"out of order: \[8, 1, 5\].*ids=\[2, 6, 9\]`, which count inputs"),
+        ([1, 1, 8], r"twice: \[1, 1, 8\].*correct the wrong one in its config"),
     ],
 )
 @pytest.mark.parametrize("key", ["eagle_aux_hidden_state_layer_ids", "target_layer_ids"])

@@ -347,10 +347,13 @@ def test_nulls_of_files_stay(tmp_path, streaming):
     """`datasets` stores tools that are alike in all rows as structures, whose `null`s may have been added."""
     script, tools = load_script("recipes/train.py"), [{"name": "f", "parameters": {"city": {"default": None}}}]
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": tools}
+    row["chat_template_kwargs"] = {"style": None}
     (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row))
     args = script.TrainScriptArguments(dataset_name=str(tmp_path), dataset_streaming=streaming)
     rows = script.load_data(args, DatasetMixtureConfig())["train"]
-    assert [read_row(each, "messages", rows.features).template_kwargs for each in rows] == [{"tools": tools}] * 2
+    assert [read_row(each, "messages", rows.features).template_kwargs for each in rows] == [
+        {"tools": tools, "style": None}
+    ] * 2
 
 
 @pytest.mark.parametrize("streaming", [False, True])

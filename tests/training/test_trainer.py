@@ -349,9 +349,9 @@ def test_data_that_is_taken_as_it_is(tmp_path, tokenizer, caplog):
             rows([5, 6, 7, 96], tokens=(5, 6, 7, 96)),
             "Row 1 of the train data has token 96, but the target's vocabulary",
         ),
-        (rows([5, 6, 7]), "Row 1 of the train data has other numbers of tokens and of labels"),
+        (rows([5, 6, 7]), "Row 1 of the train data has 4 tokens, but 3 labels"),
         (rows([5, 6, -100, -100]), "2 of 2 rows of the train data have nothing to learn: no more than two tokens"),
-        (TEXTS, r"needs `input_ids` and `labels`, but the train data has columns \['text'\]"),
+        (TEXTS, r"needs a column `input_ids`, but the train data has only \['text'\]"),
     ):
         with nullcontext() if reason is None else pytest.raises(ValueError, match=reason):
             make_trainer(tmp_path, tokenizer, dataset=data, dataset_kwargs={"skip_prepare_dataset": True})

@@ -33,7 +33,7 @@ def read_tensors(source: str | Path, variant: str | None = None, **hub_kwargs: A
 
     Raises:
         FileNotFoundError: if there are no weights, or a file is missing.
-        OSError: if a file is not here, and the Hub cannot be asked.
+        OSError: if a file is not in the cache, and the Hub cannot be reached.
         ValueError: if a file is cut off, holds something other than tensors, or names files outside of its folder.
     """
     names = [with_variant(name, variant) for name in WEIGHT_FILES]

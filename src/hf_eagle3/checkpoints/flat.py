@@ -297,9 +297,9 @@ def check_kind(config: dict, flags: dict, tensors: dict) -> None:
         dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         theta = rope["rope_theta"] * rope["alpha"] ** (dim / (dim - 2))
         raise ValueError(
-            f"it scales its rotary embedding by `dynamic` with `alpha` ({rope['alpha']}), as HunYuan. AngelSlim trained drafts as if "
-            f"there were no `rope_scaling`: remove it from such a draft. If yours was trained with it, set `rope_theta` to {theta:.0f} "
-            "instead, as vLLM does."
+            f"it scales its rotary embedding by `dynamic` with `alpha` ({rope['alpha']}), as HunYuan. Remove `rope_scaling`: "
+            f"AngelSlim trained drafts as if it were not there. If yours was trained with it, also set `rope_theta` to {theta:.0f}, which "
+            "vLLM computes from it."
         )
     for flag, expected in EXPECTED.items():
         if flags[flag] not in (expected, None):
@@ -532,9 +532,9 @@ def tensors_of(tensors: dict[str, torch.Tensor], config: dict) -> tuple[dict[str
                 ignored.append(name)
     elif held is None:
         raise ValueError(
-            f"the draft vocabulary has {draft_vocab_size} of {vocab_size} tokens, but there is no d2t, which says which. If another file "
-            "lists their ids (a token map of SGLang, eagle_meta.pt of NeMo Automodel), add them as a tensor `d2t`: each id minus its "
-            "place in the list."
+            f"the draft vocabulary has {draft_vocab_size} of {vocab_size} tokens, but there is no d2t, which names them. If another "
+            "file lists their ids (a token map of SGLang, eagle_meta.pt of NeMo Automodel), store them as a tensor `d2t`: each id minus "
+            "its index in the list, which begins with 0."
         )
     elif held != draft_vocab_size:
         raise ValueError(f"`draft_vocab_size` is {draft_vocab_size}, but d2t maps {held} tokens.")
@@ -549,13 +549,13 @@ def tensors_of(tensors: dict[str, torch.Tensor], config: dict) -> tuple[dict[str
 def split_fused(tensors: dict[str, torch.Tensor], renamed: dict[str, str], config: dict) -> None:
     """
     Splits projections that are fused as in engines and in Phi-3: the rows of one part follow those of the other. Raises
-    `ValueError` if their number does not fit the heads, or a part is stored beside them.
+    `ValueError` if the number of rows does not fit the parts, or a part is stored beside them.
     """
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     shares = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads, "gate_proj": 1, "up_proj": 1}
     for name in list(tensors):
-        match = re.fullmatch(r"(layers\.\d+\.(?:self_attn|mlp))\.(qkv_proj|gate_up_proj)\.(weight|bias)", name)
+        match = re.fullmatch(rf"(layers\.\d+\.(?:self_attn|mlp))\.({'|'.join(FUSED)})\.(weight|bias)", name)
         if match is None:
             continue
         block, fused, kind = match.groups()
@@ -566,9 +566,10 @@ def split_fused(tensors: dict[str, torch.Tensor], renamed: dict[str, str], confi
             )
         size, rest = divmod(len(rows), sum(parts.values()))
         if rest:
+            of_heads = f" for {heads} heads (`num_attention_heads`) and {kv_heads} of keys and values (`num_key_value_heads`). Correct config.json"
             raise ValueError(
-                f"{name} has {len(rows)} rows, which cannot be split into {FUSED[fused]} for {heads} heads (`num_attention_heads`) "
-                f"and {kv_heads} of keys and values (`num_key_value_heads`). Correct config.json."
+                f"{name} has {len(rows)} rows, which cannot be split into {FUSED[fused]}"
+                f"{of_heads if fused == 'qkv_proj' else ' of equal size. Download it again'}."
             )
         split = rows.split([size * share for share in parts.values()])
         tensors |= {part: weight.clone() for part, weight in zip(parts, split, strict=True)}

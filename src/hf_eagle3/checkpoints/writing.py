@@ -70,7 +70,7 @@ def draft_features(draft: DraftModel) -> dict[str, bool]:
         "a `head_dim` other than hidden_size / num_attention_heads": not heads_fill_width,
         "scaled rotary embeddings": rope_type in ("linear", "llama3"),
         "rotary embeddings scaled other than by linear or llama3": rope_type not in ("default", "linear", "llama3"),
-        # SGLang scales `dynamic` from the first token on, and ignores the factor.
+        # SGLang scales `dynamic` from the first token on, and ignores `attention_factor`. OpenVINO reads the same file.
         "`dynamic` rotary scaling, or an `attention_factor`": rope_type == "dynamic" or has_attention_factor,
         "target states of another width than its own": config.target_hidden_size != config.hidden_size,
         "more or fewer than three states": config.num_aux_hidden_states != 3,

@@ -119,7 +119,7 @@ def check_positions(dataset: Dataset | IterableDataset, num_positions: int, max_
 
 def check_prepared(dataset: Dataset | IterableDataset, vocab_size: int, name: str) -> None:
     """
-    Checks rows that are trained on as they are (`skip_prepare_dataset`). Those of a stream are not known in advance.
+    Checks rows that are trained on as they are (`skip_prepare_dataset`), except those of a stream, which are not known in advance.
 
     Args:
         dataset (`Dataset` or `IterableDataset`): The data.
@@ -132,8 +132,8 @@ def check_prepared(dataset: Dataset | IterableDataset, vocab_size: int, name: st
     columns = get_dataset_column_names(dataset)
     if "input_ids" not in columns:
         raise ValueError(
-            f"`skip_prepare_dataset=True` needs `input_ids` and `labels`, but the {name} data has columns {columns}. Leave it out, or "
-            "tokenize the data."
+            f"`skip_prepare_dataset=True` needs a column `input_ids`, but the {name} data has only {columns}. Tokenize the data, or "
+            "remove `skip_prepare_dataset`."
         )
     if not isinstance(dataset, Dataset) or len(dataset) == 0:
         return
@@ -150,9 +150,10 @@ def check_prepared(dataset: Dataset | IterableDataset, vocab_size: int, name: st
             )
         learned = np.ones(len(tokens), dtype=bool)
         if labels:
-            if (shorter := lengths != others[0]).any():
+            if (differs := lengths != others[0]).any():
+                row = np.flatnonzero(differs)[0]
                 raise ValueError(
-                    f"Row {first + np.flatnonzero(shorter)[0]} of the {name} data has other numbers of tokens and of labels."
+                    f"Row {first + row} of the {name} data has {lengths[row]} tokens, but {others[0][row]} labels. Each token needs one."
                 )
             learned = labels[0] != -100
             if (wrong := learned & (labels[0] != tokens)).any():
@@ -165,7 +166,7 @@ def check_prepared(dataset: Dataset | IterableDataset, vocab_size: int, name: st
         first += len(lengths)
     untaught = f"{len(dataset) - num_taught} of {len(dataset)} rows of the {name} data have nothing to learn"
     if num_taught == 0:
-        raise ValueError(f"{untaught}: no more than two tokens, or only labels of -100 after them.")
+        raise ValueError(f"{untaught}: no more than two tokens, or only labels of -100 after them. Check the labels.")
     if num_taught < len(dataset):
         logger.warning(f"{untaught}, and stay, because `skip_prepare_dataset=True` takes the data as it is.")
 

@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 Span = tuple[int, int]  # where a part of a text or of its tokens begins and ends
 
-# If assistant turns cannot be found in at most this share of the rows, they are not learned. Above it training is refused.
-# The same holds for rows of a stream that cannot be learned from.
+# At most this share of the rows may have assistant turns that cannot be found, or no answer. These are not learned. Above it training
+# is refused. The same holds for rows of a stream that cannot be learned from.
 MAX_LOST_SHARE = 0.05
 
 
@@ -381,7 +381,7 @@ def encode_rows(
         "lost": Value("int32"),
         "teaches": Value("bool"),
         "problem": Value("string"),
-        "is_bare": Value("bool"),
+        "has_no_answer": Value("bool"),
     }
     if isinstance(encoder.images, ImageReader):
         features |= {"image_text": Value("string"), "image_end": Value("int32")}
@@ -396,16 +396,19 @@ def encode_rows(
             desc=f"Tokenizing {name} dataset",
         )
     problems = [(number, problem) for number, problem in enumerate(encoded["problem"]) if problem]
-    num_bare = sum(encoded["is_bare"])
-    if len(problems) > num_bare or num_bare > MAX_LOST_SHARE * len(encoded):
+    num_without_answer = sum(encoded["has_no_answer"])
+    if len(problems) > num_without_answer or num_without_answer > MAX_LOST_SHARE * len(encoded):
+        tolerated = (
+            f" Up to {MAX_LOST_SHARE:.0%} of such rows are dropped." if len(problems) == num_without_answer else ""
+        )
         raise ValueError(
             f"{len(problems)} of {len(encoded)} rows of the {name} data cannot be learned from. {summary(problems)} Fix or remove "
-            "them."
+            f"them.{tolerated}"
         )
     if lost := [number for number, num_lost in enumerate(encoded["lost"]) if num_lost]:
         encoder.report_lost(lost, len(encoded), name)
     taught = [number for number, is_taught in enumerate(encoded["teaches"]) if is_taught]
-    encoded = encoded.remove_columns(["lost", "teaches", "problem", "is_bare"])
+    encoded = encoded.remove_columns(["lost", "teaches", "problem", "has_no_answer"])
     if not any(encoded["image_text"] if "image_text" in encoded.column_names else []):
         encoded = encoded.remove_columns([column for column in encoded.column_names if column.startswith("image_")])
     elif image_column:  # added now, because `map` would store the images again
@@ -449,7 +452,7 @@ def encode_or_explain(row: dict[str, Any], encoder: RowEncoder, columns: list[st
         "lost": 0,
         "teaches": False,
         "problem": "",
-        "is_bare": False,
+        "has_no_answer": False,
     }
     if "image_text" in columns:
         empty |= {"image_text": "", "image_end": 0}
@@ -462,7 +465,7 @@ def encode_or_explain(row: dict[str, Any], encoder: RowEncoder, columns: list[st
             encoded.setdefault("seq_lengths", [len(encoded["input_ids"])])
         return empty | encoded | {"teaches": any(map(teaches, documents_of_row(encoded)))}
     except RowError as error:
-        return empty | {"problem": str(error), "is_bare": isinstance(error, NothingToLearn)}
+        return empty | {"problem": str(error), "has_no_answer": isinstance(error, NothingToLearn)}
 
 
 def teaches(document: dict[str, list[int]]) -> bool:

@@ -176,8 +176,8 @@ def read_row(row: Mapping[str, Any], kind: str, features: Mapping[str, Any] | No
         others = [name for name in (*CONVERSATIONS, "text", "prompt", "input_ids") if _is_something(row.get(name))]
         if others and kind not in others:
             raise RowError(
-                f"{kind!r} has nothing in it, but {others[0]!r} has. All rows must have the same column to learn from: make messages of "
-                "these, or train on one kind"
+                f"{kind!r} has nothing in it, but {others[0]!r} has. All rows must have what is learned in the same column. Convert these "
+                "rows, or remove them"
             )
         messages, images = with_places(read_conversation(row, kind), images)
         return Row(messages=messages, template_kwargs=read_template_kwargs(row), images=images)
@@ -481,15 +481,18 @@ def with_json(features: Features) -> Features:
     """
     Returns features for loading JSON anew, so that its `null`s stay: of type `Json` where a key has no other value in any row.
     """
-    columns = {name for name in STRUCTURED if _has_only_nulls(features.get(name))}
-    return Features({name: List(Json()) if name in columns else feature for name, feature in features.items()})
+    with_nulls = {
+        name: feature for name, feature in features.items() if name in STRUCTURED and _has_key_of_nulls(feature)
+    }
+    json_of = {name: List(Json()) if isinstance(feature, List) else Json() for name, feature in with_nulls.items()}
+    return Features({**features, **json_of})
 
 
-def _has_only_nulls(feature: Any) -> bool:
-    """Whether a list of dictionaries has a key, at any depth, whose values are all `null`."""
+def _has_key_of_nulls(feature: Any) -> bool:
+    """Whether dictionaries in a column have a key, at any depth, whose values are all `null`."""
     if isinstance(feature, dict):
-        return any(each == Value("null") or _has_only_nulls(each) for each in feature.values())
-    return isinstance(feature, List) and _has_only_nulls(feature.feature)
+        return any(each == Value("null") or _has_key_of_nulls(each) for each in feature.values())
+    return isinstance(feature, List) and _has_key_of_nulls(feature.feature)
 
 
 def without_nulls(value: Any, feature: Any = None) -> Any:

@@ -266,7 +266,7 @@ class ReplayCache(TreeCache):
 
     def roll_back(self) -> None:
         if self.saved is None:  # a plain step's token belongs to the text
-            self.crop(0)  # to what sliding layers need
+            self.crop(0)  # sliding layers may hold more than their window
             return
         self._restore(self.saved)
         super().roll_back()

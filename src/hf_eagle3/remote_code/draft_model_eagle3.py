@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafts of all networks share: loading, saving, vocabulary, and how they meet a target."""
+"""The base class of all drafts: loading, saving, vocabulary, and pairing with a target."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -183,7 +183,7 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         Saves the draft and its code in `save_directory`. See [`~transformers.PreTrainedModel.save_pretrained`], also for
         `is_main_process`, `state_dict`, `args` and `kwargs`. Raises `ValueError` if the draft is to be pushed, for which there
         is [`push_to_hub`]. If hf-eagle3 is installed, also if the draft stores no head and has not met the target whose head it
-        uses, if it could not be loaded again (also if weights are not finite), or if the folder has another model.
+        uses, if it could not be loaded again (for example, because weights are NaN), or if the folder has another model.
 
         The folder also serves as `custom_generate`:
         `target.generate(..., custom_generate=folder, assistant_model=draft, trust_remote_code=True)`.

@@ -29,7 +29,7 @@ def shown(logs: dict | None) -> dict:
 
 
 class FewFigures(TrainerCallback):
-    """Passes on few figures of a log to transformers' progress bar, or to its printer (`disable_tqdm`)."""
+    """Shows only a few figures of a log in transformers' progress bar or printer (`disable_tqdm`)."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict | None = None, **kwargs: Any) -> None:
         if few := shown(logs):
@@ -45,7 +45,7 @@ def with_losses_per_step(logs: dict | None) -> dict:
 
 
 class FewColumns(TrainerCallback):
-    """Passes on few figures to the table of a notebook, which has a column for each. Its losses are those per step."""
+    """Shows only a few figures in the table of a notebook, which has a column for each. Its losses are those per step."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict | None = None, **kwargs: Any) -> None:
         super().on_log(args, state, control, logs=with_losses_per_step(logs), **kwargs)
@@ -58,13 +58,13 @@ class FewColumns(TrainerCallback):
 
 
 def show_few(trainer: Trainer) -> None:
-    """Lets transformers' callbacks show few figures."""
+    """Replaces transformers' callbacks by ones that show only a few figures."""
     kinds: dict[type, type] = {ProgressCallback: FewFigures, PrinterCallback: FewFigures}
     if is_in_notebook():
         from transformers.utils.notebook import NotebookProgressCallback  # needs IPython
 
         kinds[NotebookProgressCallback] = FewColumns
-    for theirs, few in kinds.items():
+    for theirs, mixin in kinds.items():
         if any(type(callback) is theirs for callback in trainer.callback_handler.callbacks):
             trainer.remove_callback(theirs)
-            trainer.add_callback(type(f"Eagle{theirs.__name__}", (few, theirs), {}))
+            trainer.add_callback(type(f"Eagle{theirs.__name__}", (mixin, theirs), {}))

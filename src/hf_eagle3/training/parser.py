@@ -95,5 +95,5 @@ class Eagle3Parser(TrlParser):
             self.error(f"the command line or the YAML file has unknown arguments: {', '.join(hints)}")
         try:
             return super().parse_args_and_config(args, *others, **kwargs)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError) as error:  # also of dataclasses that cannot be made of the file's values
             self.exit(2, f"{self.prog}: error: {error}\n")

@@ -231,8 +231,8 @@ def prepare_vocabulary(
 class SeededLengthSampler(LengthGroupedSampler):
     """
     A sampler whose order follows from the seed and the epoch, so that a resumed training has it, too. It reads the epoch
-    itself, because accelerate does not pass `set_epoch` on to the rest of an epoch in several processes. It groups the rows of
-    the steps of all processes, so that the order does not depend on their number.
+    itself, because accelerate does not pass `set_epoch` on to the rest of an epoch in several processes. A group has
+    the rows of all processes, so the order does not depend on their number.
     """
 
     def __init__(self, sampler: LengthGroupedSampler, trainer: Eagle3Trainer):

@@ -145,7 +145,7 @@ def check_same_draft(trainer: Eagle3Trainer, checkpoint: str) -> None:
         )
     else:
         theirs, ours = type(trainer.draft.config).from_pretrained(checkpoint), trainer.draft.config
-        # Those of one target in two precisions differ by rounding, in bfloat16 by a few millionths.
+        # Rounding changes the fingerprint of a target slightly, in bfloat16 by a few millionths.
         fingerprints = [each.verifier_fingerprint for each in (theirs, ours) if each.verifier_fingerprint is not None]
         if len(fingerprints) == 2 and similarity(*fingerprints) < 0.99999:
             raise ValueError(

@@ -164,13 +164,13 @@ class DraftLearner:
         loss = (weights * result.loss_sums / torch.stack(counts).clamp(min=1)).sum()
         loss.backward(inputs=self.weights)  # the draft reads the target's embedding table
         is_finite = torch.nn.utils.clip_grad_norm_(self.weights, 1.0).isfinite()
-        if not is_finite:  # one step would leave no finite weight
+        if not is_finite:  # a step would make all weights NaN
             for weight in self.weights:
                 weight.grad = None
             self.draft.eval()
             logger.warning_once(
-                f"The draft's gradients are not finite in a batch, so it does not learn from that (its loss is {loss.item()}). If the "
-                "trainer's own loss stays finite, load the model in bfloat16 or float32, or pass a lower `learning_rate`."
+                "The draft does not learn from batches in which its gradients are not finite, and this is one. If the trainer's own loss "
+                "is finite, load the model in bfloat16 or float32, or pass a lower `learning_rate`."
             )
             return
         halves = [pair for pair in zip(self.weights, self.masters) if pair[0] is not pair[1]]

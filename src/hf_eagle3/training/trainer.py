@@ -561,7 +561,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
 
-# Its name is that of the method it replaces, because `pickle` looks a method up by its name.
+# `pickle` finds a method by the name of its function.
 def forward(self: DraftModel, *args: Any, unroll: Callable | None = None, **kwargs: Any) -> Any:
     if unroll is not None:
         return unroll(self)
