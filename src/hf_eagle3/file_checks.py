@@ -323,25 +323,16 @@ def sort_tokens(draft: "DraftModel", info: dict[str, Any]) -> None:
         head.data = head.data[order]
 
 
-def ids_as_stored(draft: "DraftModel") -> list[int]:
-    """The layer ids as the file of a draft has them."""
-    return [
-        layer_id - draft.config.aux_layer_ids_assumed
-        for layer_id in draft.config.eagle_aux_hidden_state_layer_ids or []
-    ]
-
-
 def check_order(draft: "DraftModel", source: str | Path) -> None:
     """Warns if a draft names layers of its target twice, or in another order than the target computes them."""
     ids = draft.config.eagle_aux_hidden_state_layer_ids or []
     if ids == sorted(set(ids)):
         return
-    how = "out of order"
-    advice = f"load it with `eagle_aux_hidden_state_layer_ids={sorted(ids)}`, which count inputs of layers"
+    how, advice = "out of order", f"load it with `eagle_aux_hidden_state_layer_ids={sorted(ids)}`"
     if len(set(ids)) < len(ids):
         how, advice = "twice", "correct the wrong one in its config.json"
     logger.warning_once(
-        f"The draft {source} lists layers of its target {how}: {ids_as_stored(draft)}. We read them as they are listed, but vLLM and SGLang read each "
+        f"The draft {source} lists layers of its target {how}: it reads the inputs of {ids}. We read them as they are listed, but vLLM and SGLang read each "
         f"once, in the order of the layers. If few tokens are accepted, {advice}."
     )
 
@@ -363,7 +354,7 @@ def check_num_states(draft: "DraftModel", info: dict[str, Any], source: str | Pa
     )
     raise ValueError(
         f"`fc.weight` of {source} reads {num_states} of its target's states ({stored[-1]} values, of {size} each), but config.json names "
-        f"{len(ids)} layers, {ids_as_stored(draft)}. {advice}"
+        f"{len(ids)} layers (the inputs of {ids}). {advice}"
     )
 
 

@@ -833,7 +833,7 @@ def test_tensors_of_speculators_must_be_complete(tmp_path):
         (
             speculators_config(aux_hidden_state_layer_ids=[1, 2, 3]),
             {},
-            r"`fc.weight` .* reads 2 of .* 3 layers, \[1, 2, 3\]",
+            r"`fc.weight` .* reads 2 of .* 3 layers .the inputs of \[1, 2, 3\]",
         ),
         (speculators_config(target_hidden_size=64), {}, "fc.weight"),
     ):

@@ -254,9 +254,7 @@ def test_a_layer_that_was_only_compared_with(tmp_path, overrides):
     del config["weights_digest"], config["auto_map"], config["config_digest"]
     config["eagle_aux_hidden_state_layer_ids"].append(7)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    advice = (
-        r"reads 3 of its target's states .*, but config.json names 4 layers, \[2, 4, 5, 7\]. .*layer_ids=\[2, 4, 5\]`"
-    )
+    advice = r"reads 3 of its target's states .*, but config.json names 4 layers .the inputs of \[2, 4, 5, 7\].\. .*layer_ids=\[2, 4, 5\]`"
     for loader in (Eagle3ForSpeculation, AutoModel):
         with pytest.raises(ValueError, match=advice):
             loader.from_pretrained(tmp_path)
