@@ -60,6 +60,7 @@ class TreeDecoding:
         lookup: Any = self.proposers.get("lookup")
         try:
             self.accept_prompt(prompt)
+            del prompt  # its hidden states, and perhaps logits, would take memory until the end
             cache.record()
             with CUDNN_ATTENTION.off(), self.target._optimize_model_for_decode():
                 while not text.is_complete:
