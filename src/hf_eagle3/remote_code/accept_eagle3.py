@@ -99,6 +99,7 @@ class Sampler:
         self.prefers_visits = reads_without_sync(device) and (self.do_sample or len(logits_processor) > 0)
         ends = [each for each in stopping_criteria if self.ignores_prefix and isinstance(each, EosTokenCriteria)]
         self.eos_tokens = {token for each in ends for token in each.eos_token_id.flatten().tolist()}
+        self.reminders = [each for each in stopping_criteria if getattr(each, "max_position_embeddings", None)]
 
     def start_walk(self, tree: DraftTree, outputs: TreeOutputs, may_discard: bool) -> Pick | None:
         """How to pick tokens in this tree; `None` if it is discarded."""
@@ -202,8 +203,12 @@ class Sampler:
 
     def _end(self, rows: list[int], tokens: list[int]) -> None:
         """Finishes rows by their newest tokens and lengths, if criteria read nothing else."""
+        text = self.text
         for row, token in zip(rows, tokens):
-            self.text.is_finished[row] |= token in self.eos_tokens or self.text.lengths[row] >= self.text.max_length
+            text.is_finished[row] |= token in self.eos_tokens or text.lengths[row] >= text.max_length
+        for criteria in self.reminders:  # which are not called otherwise: `MaxLengthCriteria`
+            if text.longest >= criteria.max_position_embeddings:
+                criteria(torch.empty(1, text.longest, device="meta"), None)  # warns once, by the shape
 
     def _stream(self, picked: list[int]) -> list[int]:
         """Returns the tokens after the streamer, if any, got them. Rows are in lockstep then."""
