@@ -28,15 +28,19 @@ def accept(
     Returns `None`, and accepts nothing, if it `may_discard` the tree and a root's scores are NaN. They may come from
     another node: NaNs pass through any mask (0 * NaN).
     """
-    starts, was_finished = list(text.lengths), list(text.is_finished)
+    starts = list(text.lengths)
     pick = sampler.start_walk(tree, outputs, may_discard)
     if pick is None:
         return None
     children = tree.children()
     at: dict[int, int] = dict.fromkeys(range(text.batch_size), 0)  # the node of each row whose walk goes on
+    unfinished = [row for row in at if not text.is_finished[row]]
     nodes: list[list[int]] = [[] for _ in at]
     tokens: list[list[int]] = [[] for _ in at]
+    num_written = [0] * text.batch_size
     while rows := text.rows_to_advance(at):
+        for row in rows:
+            num_written[row] += not text.is_finished[row]  # else it takes padding
         for row, token in zip(rows, pick(rows, [at[row] for row in rows])):
             node = at.pop(row)
             nodes[row].append(node)
@@ -45,7 +49,6 @@ def accept(
                 at[row] = child
 
     counts = list(map(len, tokens))
-    unfinished = [row for row, is_finished in enumerate(was_finished) if not is_finished]
     progress = min((text.lengths[row] for row in unfinished), default=0)
     progress -= min((starts[row] for row in unfinished), default=0)
     positions, states = outputs.positions.expand(len(nodes), -1), outputs.states
@@ -62,7 +65,7 @@ def accept(
         nodes=nodes,
         batch_growth=text.longest - max(starts),
         progress=progress,
-        was_finished=was_finished,
+        num_written=num_written,
         is_finished=list(text.is_finished),
     )
 

@@ -231,7 +231,7 @@ class TreeDecoding:
     def count(self, plan: Plan, tree: DraftTree, accepted: Accepted, draft_seconds: float) -> None:
         """Updates the statistics."""
         stats, source = self.stats, plan.proposer if plan.proposer and tree.num_nodes > 1 else "target"
-        written = [count for count, done in zip(accepted.counts, accepted.was_finished) if count and not done]
+        written = [num_written for num_written in accepted.num_written if num_written]
         stats.new_tokens += sum(written)
         stats.accepted_lengths += written
         stats.target_forwards = self.verifier.num_forwards
@@ -248,8 +248,11 @@ class TreeDecoding:
 
     def note(self, source: str, tree: DraftTree, accepted: Accepted) -> None:
         """Appends a step to the statistics."""
-        new_tokens = [tokens[len(tokens) - count :] for tokens, count in zip(accepted.new_tokens, accepted.counts)]
-        below_root = [[node for node in nodes if node > 0] for nodes in accepted.nodes]
+        new_tokens, nodes = (
+            [entries[:num] for entries, num in zip(each, accepted.num_written)]
+            for each in (accepted.new_tokens, accepted.nodes)
+        )
+        below_root = [[node for node in path if node > 0] for path in nodes]
         read, _ = tree.on_host()
         self.stats.steps.append(
             Eagle3Step(source, list(self.text.rows), read.tokens, read.parents, below_root, new_tokens)

@@ -182,7 +182,7 @@ class Eagle3Step:
         tokens (`list[list[int]]`): The tree's tokens. The first is the root, the last token written before.
         parents (`list[list[int]]`): Index of each node's parent; the root's is 0.
         accepted (`list[list[int]]`): The accepted nodes below the root, from the top down.
-        new_tokens (`list[list[int]]`): The written tokens: those of accepted nodes, then the target's own.
+        new_tokens (`list[list[int]]`): The written tokens: those of accepted nodes, then the target's own. Padding is left out.
     """
 
     source: str

@@ -189,8 +189,8 @@ class Accepted:
         nodes (`list[list[int]]`): The node of the tree before each new token.
         batch_growth (`int`): By how many tokens the longest row grew.
         progress (`int`): By how many tokens the slowest unfinished row grew. 1 in plain decoding.
-        was_finished, is_finished (`list[bool]`):
-            Whether each row was finished before and after the step. Finished rows grow by padding, or not at all.
+        num_written (`list[int]`): How many tokens each row wrote before its end. After it, rows grow by padding, or not at all.
+        is_finished (`list[bool]`): Whether each row is finished.
     """
 
     tokens: torch.Tensor
@@ -201,7 +201,7 @@ class Accepted:
     nodes: list[list[int]]
     batch_growth: int
     progress: int
-    was_finished: list[bool]
+    num_written: list[int]
     is_finished: list[bool]
 
 
