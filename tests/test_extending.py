@@ -157,6 +157,11 @@ def test_a_small_model_gets_tokens_accepted():
             ValueError,
             "a `branching_factor` of 1, but the proposed tree is no chain",
         ),
+        (
+            lambda root: DraftTree.chain(root.repeat(1, 30)),
+            ValueError,
+            "room for 24 nodes below the root, in 3 levels, but the proposed tree has 29 in 29",
+        ),
     ],
 )
 def test_trees_that_would_change_the_text(family, make_tree, error, message):
