@@ -15,6 +15,8 @@ from transformers import CompileConfig, StaticCache
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.baselines import BASELINES
+from hf_eagle3.remote_code import verify_eagle3
+from hf_eagle3.remote_code.cache_eagle3 import has_keys, with_room
 from hf_eagle3.remote_code.drafter_eagle3 import Drafter, can_be_captured
 from hf_eagle3.remote_code.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES
 from hf_eagle3.remote_code.policy_eagle3 import StaticPolicy
@@ -237,6 +239,26 @@ def test_the_returned_cache_is_as_large_as_plain_generates(family, max_new_token
             torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(ours.values, theirs.values, atol=1e-4, rtol=1e-4)
 
+
+def test_a_prompt_in_chunks_does_not_allocate_a_cache_twice(target, monkeypatch):
+    """For it `generate` allocates the cache before, which ours replaces."""
+    settings = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True, "prefill_chunk_size": 4}
+    expected = target.generate(PROMPTS[0], **settings, **STATIC)
+    draft, given, held = make_oracle(target, expected.sequences), [], []
+
+    def watch(cache, *args):
+        given.extend(cache.layers)
+        return with_room(cache, *args)
+
+    monkeypatch.setattr(verify_eagle3, "with_room", watch)
+    handle = target.register_forward_hook(lambda *args: held.append(sum(map(has_keys, given))))
+    actual = target.generate(PROMPTS[0], assistant_model=draft, **settings, **STATIC)
+    handle.remove()
+    assert len(given) == 4 and len(held) > 2 and not any(held)
+    assert torch.equal(actual.sequences, expected.sequences)
+    for ours, theirs in zip(actual.past_key_values.layers, expected.past_key_values.layers, strict=True):
+        assert ours is given.pop(0) and torch.equal(ours.cumulative_length, theirs.cumulative_length)
+        torch.testing.assert_close((ours.keys, ours.values), (theirs.keys, theirs.values), atol=1e-4, rtol=1e-4)
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.8 compiles again for each new static cache")
 @pytest.mark.parametrize("policy", ["static", "auto"])
