@@ -120,10 +120,10 @@ class ReturnedOutputs:
                 "transformers 5.23 on. Pass True instead."
             )
 
-    def hidden_states_with(self, layer_ids: Sequence[int]) -> bool | list[int] | None:
+    def hidden_states_with(self, layer_ids: Sequence[int]) -> bool | list[int]:
         """The `output_hidden_states` to pass to the target: the caller's choice and `layer_ids`."""
-        if self.wants_hidden_states is True or not layer_ids:
-            return self.wants_hidden_states
+        if self.wants_hidden_states is True:
+            return True
         return select_hidden_states([*(self.wants_hidden_states or []), *layer_ids])
 
     def all_scores(self) -> tuple[torch.Tensor, ...] | None:

@@ -44,7 +44,8 @@ class Verifier:
         self.generation_config, self.inputs = arguments.generation_config, arguments.model_kwargs
         self.config = target.config.get_text_config(decoder=True)
         self.layer_ids, self.num_nodes, self.may_replay, self.num_forwards = layer_ids, num_nodes, may_replay, 0
-        self.inputs["output_hidden_states"] = returned.hidden_states_with(layer_ids)
+        if layer_ids:  # else the caller's choice is there, if any
+            self.inputs["output_hidden_states"] = returned.hidden_states_with(layer_ids)
         self.unused_cache, given_cache = None, self.inputs.get(CACHE)
         if is_unused_static(given_cache):
             self.unused_cache = given_cache
