@@ -424,7 +424,7 @@ def test_selected_hidden_states(target):
     wanted = {"return_dict_in_generate": True, "output_hidden_states": True}
     everything = generate(target, prompt, **wanted)
     oracle = make_oracle(target, everything.sequences)
-    actual = generate(target, prompt, **wanted | {"output_hidden_states": [1, -1]}, assistant_model=oracle)
+    actual = generate(target, prompt, **wanted | {"output_hidden_states": [1, -1, 7, -7]}, assistant_model=oracle)
     for ours, theirs in zip(actual.hidden_states, everything.hidden_states):
         assert [state is None for state in ours] == [True, False, True, True, False]
         torch.testing.assert_close(ours[1], theirs[1], atol=1e-4, rtol=1e-4)

@@ -144,7 +144,8 @@ class ReturnedOutputs:
             nodes = slice(first, None) if is_plain else slice(first + node, first + node + 1)
             states = outputs.target_outputs.hidden_states
             if self.wants_hidden_states is not True:
-                wanted = {index % len(states) for index in self.wants_hidden_states}
+                num = len(states)
+                wanted = {index % num for index in self.wants_hidden_states if -num <= index < num}
                 states = [state if index in wanted else None for index, state in enumerate(states)]
             states = (None if state is None else state[row : row + 1, nodes] for state in states)
             # A view would keep the states of the whole tree.
