@@ -12,6 +12,7 @@ from simulated_graph import SIMULATION, SimulatedGraph
 from test_retired_rows import end_token
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, StaticCache
+from transformers.generation import utils
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.baselines import BASELINES
@@ -260,6 +261,7 @@ def test_a_prompt_in_chunks_does_not_allocate_a_cache_twice(target, monkeypatch)
         assert ours is given.pop(0) and torch.equal(ours.cumulative_length, theirs.cumulative_length)
         torch.testing.assert_close((ours.keys, ours.values), (theirs.keys, theirs.values), atol=1e-4, rtol=1e-4)
 
+
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.8 compiles again for each new static cache")
 @pytest.mark.parametrize("policy", ["static", "auto"])
 def test_nothing_is_compiled_twice(target, policy):
@@ -301,6 +303,16 @@ def test_the_state_after_the_last_layer_is_compiled(target):
     compiled = {"compile_config": compile_config(), **STATIC}
     assert torch.equal(target.generate(make_prompt(9), assistant_model=draft, **settings, **compiled), expected)
     assert counters["stats"]["unique_graphs"] and not counters["graph_break"]
+
+
+def test_a_compiler_s_settings_without_effect(target, oracle, monkeypatch):
+    """transformers says so, for caches that are not static and devices that it does not compile for."""
+    said, settings = [], {"compile_config": CompileConfig(), "max_new_tokens": 8, "do_sample": False}
+    monkeypatch.setattr(utils.logger, "warning_once", lambda message, *args: said[-1].add(message))
+    for assistant in ({}, {"assistant_model": oracle}):
+        said.append(set())
+        target.generate(PROMPTS[0], **settings, **assistant)
+    assert said[0] == said[1] and any("`compile_config`" in message for message in said[0])
 
 
 def makes_streams():

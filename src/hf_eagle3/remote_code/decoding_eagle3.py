@@ -114,9 +114,10 @@ class TreeDecoding:
     def _compile(self) -> Any | None:
         """Compiles the target's forward where `_sample` would. Returns the `CompileConfig`, if any."""
         target, verifier, config = self.target, self.verifier, self.arguments.generation_config
+        # Asked in any case, because it warns if a `compile_config` has no effect.
+        can_compile = target._valid_auto_compile_criteria(verifier.inputs, config)
         # Compiled forwards would overwrite hidden states that are collected.
-        may_compile = verifier.cache.is_static and "hidden_states" not in self.returned.collected
-        if not may_compile or not target._valid_auto_compile_criteria(verifier.inputs, config):
+        if not can_compile or not verifier.cache.is_static or "hidden_states" in self.returned.collected:
             return None
         compile_config = config.compile_config or target._default_compile_config()
         verifier.forward = target.get_compiled_call(compile_config)
