@@ -228,9 +228,11 @@ def test_lily_is_refused(target, draft):
         adapted.generate(input_ids=make_prompt(5), assistant_model=draft, **SETTINGS)
 
 
-def test_layers_that_compute_one_token_otherwise_than_several_are_refused(draft):
+@pytest.mark.parametrize("module", ["transformers.integrations.nvfp4", "fouroversix.model.modules.linear"])
+def test_nvfp4_is_refused(draft, module):
+    """transformers' has 16 bits for one token and 4 for several, and Four Over Six one scale for all activations of a forward."""
     target = make_target("llama")
-    nvfp4 = type("NVFP4Linear", (torch.nn.Linear,), {"__module__": "transformers.integrations.nvfp4"})
+    nvfp4 = type("NVFP4Linear", (torch.nn.Linear,), {"__module__": module})
     target.model.layers[1].mlp.up_proj.__class__ = nvfp4
     with pytest.raises(ValueError, match="in NVFP4"):
         target.generate(make_prompt(5), assistant_model=draft, **SETTINGS)

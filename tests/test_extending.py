@@ -132,6 +132,20 @@ def test_other_families(family):
     assert assistant.last_generation.target_forwards <= 40
 
 
+def test_targets_get_no_other_arguments_than_without_it():
+    """The forward of a target of your own may take no others. The proposer reads no states, so none are asked for."""
+    target, prompt, given = make_target("llama"), make_prompt(9), []
+    bigrams = make_assistant("bigrams", target)
+    handle = target.register_forward_pre_hook(lambda module, args, kwargs: given[-1].update(kwargs), with_kwargs=True)
+    for assistant in ({}, {"assistant_model": bigrams}):
+        given.append(set())
+        target.generate(
+            prompt, attention_mask=torch.tensor([[0] + [1] * 8]), max_new_tokens=12, do_sample=False, **assistant
+        )
+    handle.remove()
+    assert given[0] == given[1]
+
+
 def test_a_small_model_gets_tokens_accepted():
     target, prompt = make_target("llama"), make_prompt(9)
     assistant = SmallModelAssistant(target)  # that knows all
@@ -156,6 +170,11 @@ def test_a_small_model_gets_tokens_accepted():
             lambda root: DraftTree.from_parents(root.repeat(1, 3), torch.zeros(2, 3, dtype=torch.long)),
             ValueError,
             "a `branching_factor` of 1, but the proposed tree is no chain",
+        ),
+        (
+            lambda root: DraftTree.chain(root.repeat(1, 30)),
+            ValueError,
+            "room for 24 nodes below the root, in 3 levels, but the proposed tree has 29 in 29",
         ),
     ],
 )

@@ -2,6 +2,7 @@ import copy
 import itertools
 import math
 import threading
+import weakref
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from transformers import (
     StoppingCriteria,
     TextStreamer,
 )
-from transformers.generation import EosTokenCriteria
+from transformers.generation import EosTokenCriteria, stopping_criteria
 from transformers.generation.streamers import BaseStreamer
 
 from hf_eagle3 import Eagle3ForSpeculation
@@ -319,6 +320,20 @@ def test_criteria_of_the_callers_own(target, make_criteria):
     assert target.generate(prompt, max_new_tokens=30, do_sample=False, **arguments).tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize(("length", "num_new"), [(21, 24), (20, 10), (20, 11), (20, 12), (40, 1), (40, 2)])
+def test_texts_that_are_longer_than_the_positions(length, num_new, do_sample, monkeypatch):
+    """`MaxLengthCriteria` reminds of it, although it need not be called to end a text."""
+    target, prompt, said = make_target("llama", max_position_embeddings=30), make_prompt(length), []
+    oracle = make_oracle(target, generate(target, prompt, max_new_tokens=num_new, do_sample=do_sample))
+    monkeypatch.setattr(stopping_criteria.logger, "warning_once", lambda message: said[-1].add(message))
+    for assistant in ({}, {"assistant_model": oracle}):
+        said.append(set())
+        generate(target, prompt, max_new_tokens=num_new, do_sample=do_sample, **assistant)
+    assert said[0] == said[1]
+    assert len(said[0]) == 1 or num_new < 24
+
+
 def test_stopping_criteria_see_every_token(target):
     prompt = make_prompt(8)
     text = generate(target, prompt)
@@ -409,7 +424,7 @@ def test_selected_hidden_states(target):
     wanted = {"return_dict_in_generate": True, "output_hidden_states": True}
     everything = generate(target, prompt, **wanted)
     oracle = make_oracle(target, everything.sequences)
-    actual = generate(target, prompt, **wanted | {"output_hidden_states": [1, -1]}, assistant_model=oracle)
+    actual = generate(target, prompt, **wanted | {"output_hidden_states": [1, -1, 7, -7]}, assistant_model=oracle)
     for ours, theirs in zip(actual.hidden_states, everything.hidden_states):
         assert [state is None for state in ours] == [True, False, True, True, False]
         torch.testing.assert_close(ours[1], theirs[1], atol=1e-4, rtol=1e-4)
@@ -879,3 +894,19 @@ def test_other_names_for_what_draws_in_training_mode(name):
     with pytest.raises(ValueError, match="drops out at random"):
         target.train().generate(make_prompt(5), assistant_model=draft, max_new_tokens=3)
     assert target.eval().generate(make_prompt(5), assistant_model=draft, max_new_tokens=3).shape[1] <= 8
+
+
+def test_what_the_target_returned_of_the_prompt_is_not_kept():
+    """Its hidden states take memory that the cache of a long text needs. Neither does plain `generate` keep them."""
+    target, prompt, states, alive = make_target("llama"), make_prompt(40), [], []
+    draft = make_draft(target, [prompt])
+
+    def watch(module, args, outputs):
+        alive.append(sum(each() is not None for each in states))
+        if not states:
+            states.extend(weakref.ref(each) for each in outputs.hidden_states if each is not None)
+
+    handle = target.register_forward_hook(watch)
+    target.generate(prompt, max_new_tokens=20, do_sample=False, assistant_model=draft)
+    handle.remove()
+    assert states and len(alive) > 2 and not any(alive)

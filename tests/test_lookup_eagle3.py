@@ -21,9 +21,9 @@ def make_lookup(texts, num_tokens, calibration):
 
 
 def observe(lookup, new_tokens, is_finished):
-    accepted = SimpleNamespace(
-        new_tokens=new_tokens, was_finished=lookup.is_finished or is_finished, is_finished=is_finished
-    )
+    was_finished = lookup.is_finished or is_finished
+    num_written = [0 if done else len(tokens) for tokens, done in zip(new_tokens, was_finished)]
+    accepted = SimpleNamespace(new_tokens=new_tokens, num_written=num_written, is_finished=is_finished)
     lookup.observe(accepted)
 
 

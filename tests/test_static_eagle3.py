@@ -12,9 +12,12 @@ from simulated_graph import SIMULATION, SimulatedGraph
 from test_retired_rows import end_token
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, StaticCache
+from transformers.generation import utils
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.baselines import BASELINES
+from hf_eagle3.remote_code import verify_eagle3
+from hf_eagle3.remote_code.cache_eagle3 import has_keys, with_room
 from hf_eagle3.remote_code.drafter_eagle3 import Drafter, can_be_captured
 from hf_eagle3.remote_code.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES
 from hf_eagle3.remote_code.policy_eagle3 import StaticPolicy
@@ -238,6 +241,27 @@ def test_the_returned_cache_is_as_large_as_plain_generates(family, max_new_token
             torch.testing.assert_close(ours.values, theirs.values, atol=1e-4, rtol=1e-4)
 
 
+def test_a_prompt_in_chunks_does_not_allocate_a_cache_twice(target, monkeypatch):
+    """For it `generate` allocates the cache before, which ours replaces."""
+    settings = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True, "prefill_chunk_size": 4}
+    expected = target.generate(PROMPTS[0], **settings, **STATIC)
+    draft, given, held = make_oracle(target, expected.sequences), [], []
+
+    def watch(cache, *args):
+        given.extend(cache.layers)
+        return with_room(cache, *args)
+
+    monkeypatch.setattr(verify_eagle3, "with_room", watch)
+    handle = target.register_forward_hook(lambda *args: held.append(sum(map(has_keys, given))))
+    actual = target.generate(PROMPTS[0], assistant_model=draft, **settings, **STATIC)
+    handle.remove()
+    assert len(given) == 4 and len(held) > 2 and not any(held)
+    assert torch.equal(actual.sequences, expected.sequences)
+    for ours, theirs in zip(actual.past_key_values.layers, expected.past_key_values.layers, strict=True):
+        assert ours is given.pop(0) and torch.equal(ours.cumulative_length, theirs.cumulative_length)
+        torch.testing.assert_close((ours.keys, ours.values), (theirs.keys, theirs.values), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.8 compiles again for each new static cache")
 @pytest.mark.parametrize("policy", ["static", "auto"])
 def test_nothing_is_compiled_twice(target, policy):
@@ -279,6 +303,16 @@ def test_the_state_after_the_last_layer_is_compiled(target):
     compiled = {"compile_config": compile_config(), **STATIC}
     assert torch.equal(target.generate(make_prompt(9), assistant_model=draft, **settings, **compiled), expected)
     assert counters["stats"]["unique_graphs"] and not counters["graph_break"]
+
+
+def test_a_compiler_s_settings_without_effect(target, oracle, monkeypatch):
+    """transformers says so, for caches that are not static and devices that it does not compile for."""
+    said, settings = [], {"compile_config": CompileConfig(), "max_new_tokens": 8, "do_sample": False}
+    monkeypatch.setattr(utils.logger, "warning_once", lambda message, *args: said[-1].add(message))
+    for assistant in ({}, {"assistant_model": oracle}):
+        said.append(set())
+        target.generate(PROMPTS[0], **settings, **assistant)
+    assert said[0] == said[1] and any("`compile_config`" in message for message in said[0])
 
 
 def makes_streams():

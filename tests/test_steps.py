@@ -64,6 +64,30 @@ def test_steps_of_rows_that_leave(eos):
         assert not rest or (set(rest) == {0} and tokens[-1] in eos)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"return_dict_in_generate": True}, {"logits_processor": [lambda input_ids, scores: scores]}],
+    ids=["own pace", "together"],
+)
+def test_padding_is_not_written(settings):
+    """In rows that are finished, but stay in the batch."""
+    target, batch = make_target("llama"), make_batch([12, 5, 17])
+    long = target.generate(**batch, **SETTINGS, do_sample=False)
+    eos = [int(long[0, 22]), int(long[1, 30])]
+    texts = target.generate(**batch, **SETTINGS, do_sample=False, eos_token_id=eos)
+    ends = [min([i + 1 for i, token in enumerate(row) if token in eos], default=24) for row in long[:, 17:].tolist()]
+    assert len(set(ends)) > 1
+    draft = make_oracle(target, texts, padding=(1 - batch["attention_mask"]).sum(dim=1, keepdim=True))
+    draft.generation_config.output_steps = True
+    output = target.generate(**batch, **SETTINGS, **settings, do_sample=False, eos_token_id=eos, assistant_model=draft)
+    assert torch.equal(getattr(output, "sequences", output), texts)
+    stats = draft.last_generation
+    for row, end in enumerate(ends):
+        written = [token for step in stats.steps for token in step.new_tokens[row]]
+        assert written == texts[row, 17 : 17 + end].tolist() and len(stats.origins(row)) == end
+    assert stats.new_tokens == sum(ends) == 3 + sum(stats.accepted_lengths)
+
+
 def test_looked_up_tokens():
     target, prompt = make_target("llama"), make_prompt(6).repeat(1, 6)
     text = target.generate(prompt, do_sample=False, **{**SETTINGS, "max_new_tokens": 60})

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Making a new draft for a target, changing its vocabulary, and pairing it with a target."""
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -251,7 +252,7 @@ def borrow_head(draft: "DraftModel", target: PreTrainedModel) -> None:
     """
     own, head = draft.get_output_embeddings(), target.get_output_embeddings()
     is_own = not draft._borrowed_head or own.weight._version != draft._borrowed_version  # or was trained since
-    if own.out_features > 0 and (is_own or draft._borrowed_head[0] is head):
+    if own.out_features > 0 and (is_own or draft._borrowed_head[0]() is head):
         return
     weight, token_ids = gathered_head(target), draft.draft_token_ids
     if weight.is_meta or weight.shape[-1] != own.in_features or len(weight) <= token_ids[-1]:
@@ -265,7 +266,7 @@ def borrow_head(draft: "DraftModel", target: PreTrainedModel) -> None:
     with torch.inference_mode(False), torch.no_grad():
         resize_head(own, draft.config.draft_vocab_size)
         own.weight.copy_(weight[token_ids.to(weight.device)])
-    draft._borrowed_head, draft._borrowed_version = Borrowed([head]), own.weight._version
+    draft._borrowed_head, draft._borrowed_version = Borrowed([weakref.ref(head)]), own.weight._version
 
 
 def pair_with(draft: "DraftModel", target: PreTrainedModel) -> None:

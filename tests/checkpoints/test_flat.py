@@ -1,10 +1,12 @@
 """What drafts of others hold and say, key by key."""
 
 import copy
+import gc
 import itertools
 import json
 import math
 import re
+import weakref
 from pathlib import Path
 
 import pytest
@@ -524,6 +526,17 @@ def test_a_head_that_is_borrowed_without_gradients_can_be_trained(tmp_path, targ
     states = torch.ones(1, 2, 32)
     draft(inputs_embeds=states, hidden_states=states).logits.sum().backward()
     assert draft.lm_head.weight.grad.abs().sum() > 0
+
+
+def test_a_head_that_is_borrowed_does_not_keep_the_target_s(tmp_path, reference):
+    """It is a copy, so memory of a target that is no longer used must be free again."""
+    tensors = {name: tensor for name, tensor in midlayer(reference).items() if name != "lm_head.weight"}
+    draft, other = load(tmp_path / "draft", sglang(reference), tensors), make_target("llama", num_hidden_layers=12)
+    other.generate(make_prompt(5), assistant_model=draft, max_new_tokens=4)
+    head = weakref.ref(other.lm_head)
+    del other
+    gc.collect()
+    assert head() is None and draft.lm_head.out_features > 0
 
 
 def test_a_head_that_the_target_does_not_have(tmp_path, target, reference):

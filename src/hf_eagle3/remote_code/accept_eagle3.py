@@ -28,15 +28,19 @@ def accept(
     Returns `None`, and accepts nothing, if it `may_discard` the tree and a root's scores are NaN. They may come from
     another node: NaNs pass through any mask (0 * NaN).
     """
-    starts, was_finished = list(text.lengths), list(text.is_finished)
+    starts = list(text.lengths)
     pick = sampler.start_walk(tree, outputs, may_discard)
     if pick is None:
         return None
     children = tree.children()
     at: dict[int, int] = dict.fromkeys(range(text.batch_size), 0)  # the node of each row whose walk goes on
+    unfinished = [row for row in at if not text.is_finished[row]]
     nodes: list[list[int]] = [[] for _ in at]
     tokens: list[list[int]] = [[] for _ in at]
+    num_written = [0] * text.batch_size
     while rows := text.rows_to_advance(at):
+        for row in rows:
+            num_written[row] += not text.is_finished[row]  # else it takes padding
         for row, token in zip(rows, pick(rows, [at[row] for row in rows])):
             node = at.pop(row)
             nodes[row].append(node)
@@ -45,7 +49,6 @@ def accept(
                 at[row] = child
 
     counts = list(map(len, tokens))
-    unfinished = [row for row, is_finished in enumerate(was_finished) if not is_finished]
     progress = min((text.lengths[row] for row in unfinished), default=0)
     progress -= min((starts[row] for row in unfinished), default=0)
     positions, states = outputs.positions.expand(len(nodes), -1), outputs.states
@@ -62,7 +65,7 @@ def accept(
         nodes=nodes,
         batch_growth=text.longest - max(starts),
         progress=progress,
-        was_finished=was_finished,
+        num_written=num_written,
         is_finished=list(text.is_finished),
     )
 
@@ -99,6 +102,7 @@ class Sampler:
         self.prefers_visits = reads_without_sync(device) and (self.do_sample or len(logits_processor) > 0)
         ends = [each for each in stopping_criteria if self.ignores_prefix and isinstance(each, EosTokenCriteria)]
         self.eos_tokens = {token for each in ends for token in each.eos_token_id.flatten().tolist()}
+        self.reminders = [each for each in stopping_criteria if getattr(each, "max_position_embeddings", None)]
 
     def start_walk(self, tree: DraftTree, outputs: TreeOutputs, may_discard: bool) -> Pick | None:
         """How to pick tokens in this tree; `None` if it is discarded."""
@@ -202,8 +206,12 @@ class Sampler:
 
     def _end(self, rows: list[int], tokens: list[int]) -> None:
         """Finishes rows by their newest tokens and lengths, if criteria read nothing else."""
+        text = self.text
         for row, token in zip(rows, tokens):
-            self.text.is_finished[row] |= token in self.eos_tokens or self.text.lengths[row] >= self.text.max_length
+            text.is_finished[row] |= token in self.eos_tokens or text.lengths[row] >= text.max_length
+        for criteria in self.reminders:  # which are not called otherwise: `MaxLengthCriteria`
+            if text.longest >= criteria.max_position_embeddings:
+                criteria(torch.empty(1, text.longest, device="meta"), None)  # warns once, by the shape
 
     def _stream(self, picked: list[int]) -> list[int]:
         """Returns the tokens after the streamer, if any, got them. Rows are in lockstep then."""

@@ -316,6 +316,8 @@ def with_room(cache: StaticCache, max_length: int, num_slots: int) -> Cache:
     for layer, given in zip(layers, cache.layers):
         if has_keys(given):  # initialized before a compiled prefill
             layer.lazy_initialization(given.keys[..., :0, :], given.values[..., :0, :])
+            given.keys = given.values = None  # `generate` holds the given cache until its end, with all its memory
+            given.is_initialized = False
     return Cache(layers=layers)
 
 

@@ -60,6 +60,7 @@ class TreeDecoding:
         lookup: Any = self.proposers.get("lookup")
         try:
             self.accept_prompt(prompt)
+            del prompt  # its hidden states, and perhaps logits, would take memory until the end
             cache.record()
             with CUDNN_ATTENTION.off(), self.target._optimize_model_for_decode():
                 while not text.is_complete:
@@ -113,9 +114,10 @@ class TreeDecoding:
     def _compile(self) -> Any | None:
         """Compiles the target's forward where `_sample` would. Returns the `CompileConfig`, if any."""
         target, verifier, config = self.target, self.verifier, self.arguments.generation_config
+        # Asked in any case, because it warns if a `compile_config` has no effect.
+        can_compile = target._valid_auto_compile_criteria(verifier.inputs, config)
         # Compiled forwards would overwrite hidden states that are collected.
-        may_compile = verifier.cache.is_static and "hidden_states" not in self.returned.collected
-        if not may_compile or not target._valid_auto_compile_criteria(verifier.inputs, config):
+        if not can_compile or not verifier.cache.is_static or "hidden_states" in self.returned.collected:
             return None
         compile_config = config.compile_config or target._default_compile_config()
         verifier.forward = target.get_compiled_call(compile_config)
@@ -230,7 +232,7 @@ class TreeDecoding:
     def count(self, plan: Plan, tree: DraftTree, accepted: Accepted, draft_seconds: float) -> None:
         """Updates the statistics."""
         stats, source = self.stats, plan.proposer if plan.proposer and tree.num_nodes > 1 else "target"
-        written = [count for count, done in zip(accepted.counts, accepted.was_finished) if count and not done]
+        written = [num_written for num_written in accepted.num_written if num_written]
         stats.new_tokens += sum(written)
         stats.accepted_lengths += written
         stats.target_forwards = self.verifier.num_forwards
@@ -247,8 +249,11 @@ class TreeDecoding:
 
     def note(self, source: str, tree: DraftTree, accepted: Accepted) -> None:
         """Appends a step to the statistics."""
-        new_tokens = [tokens[len(tokens) - count :] for tokens, count in zip(accepted.new_tokens, accepted.counts)]
-        below_root = [[node for node in nodes if node > 0] for nodes in accepted.nodes]
+        new_tokens, nodes = (
+            [entries[:num] for entries, num in zip(each, accepted.num_written)]
+            for each in (accepted.new_tokens, accepted.nodes)
+        )
+        below_root = [[node for node in path if node > 0] for path in nodes]
         read, _ = tree.on_host()
         self.stats.steps.append(
             Eagle3Step(source, list(self.text.rows), read.tokens, read.parents, below_root, new_tokens)

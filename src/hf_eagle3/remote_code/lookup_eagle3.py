@@ -102,8 +102,8 @@ class PromptLookup(Proposer):
         if not self.rows:
             self.rows = list(map(TextIndex, accepted.new_tokens))
         else:
-            for row, tokens, was_finished in zip(self.rows, accepted.new_tokens, accepted.was_finished):
-                for token in () if was_finished else tokens:  # the others are padding
+            for row, tokens, num_written in zip(self.rows, accepted.new_tokens, accepted.num_written):
+                for token in tokens[:num_written]:  # the others are padding
                     length = row.match_length
                     is_right = row.append(token)
                     if length > 0:

@@ -120,10 +120,10 @@ class ReturnedOutputs:
                 "transformers 5.23 on. Pass True instead."
             )
 
-    def hidden_states_with(self, layer_ids: Sequence[int]) -> bool | list[int] | None:
+    def hidden_states_with(self, layer_ids: Sequence[int]) -> bool | list[int]:
         """The `output_hidden_states` to pass to the target: the caller's choice and `layer_ids`."""
-        if self.wants_hidden_states is True or not layer_ids:
-            return self.wants_hidden_states
+        if self.wants_hidden_states is True:
+            return True
         return select_hidden_states([*(self.wants_hidden_states or []), *layer_ids])
 
     def all_scores(self) -> tuple[torch.Tensor, ...] | None:
@@ -144,7 +144,8 @@ class ReturnedOutputs:
             nodes = slice(first, None) if is_plain else slice(first + node, first + node + 1)
             states = outputs.target_outputs.hidden_states
             if self.wants_hidden_states is not True:
-                wanted = {index % len(states) for index in self.wants_hidden_states}
+                num = len(states)
+                wanted = {index % num for index in self.wants_hidden_states if -num <= index < num}
                 states = [state if index in wanted else None for index, state in enumerate(states)]
             states = (None if state is None else state[row : row + 1, nodes] for state in states)
             # A view would keep the states of the whole tree.
@@ -182,7 +183,7 @@ class Eagle3Step:
         tokens (`list[list[int]]`): The tree's tokens. The first is the root, the last token written before.
         parents (`list[list[int]]`): Index of each node's parent; the root's is 0.
         accepted (`list[list[int]]`): The accepted nodes below the root, from the top down.
-        new_tokens (`list[list[int]]`): The written tokens: those of accepted nodes, then the target's own.
+        new_tokens (`list[list[int]]`): The written tokens: those of accepted nodes, then the target's own. Padding is left out.
     """
 
     source: str

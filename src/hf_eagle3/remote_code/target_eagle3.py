@@ -159,7 +159,7 @@ def check_target(target: PreTrainedModel) -> None:
         {
             # Other tokens of a tree would change what it predicts.
             f"{name} has layers that depend on all tokens of a forward: quantized with one scale for them, and not token by token "
-            "(torchao's `PerRow`), in NVFP4, or adapted by Lily": mixes_tokens(target),
+            "(torchao's `PerRow`), in NVFP4 (Four Over Six, too), or adapted by Lily": mixes_tokens(target),
             f"{name}.prepare_inputs_for_generation was replaced, as PEFT does for prompt and prefix tuning": (
                 target.prepare_inputs_for_generation != prepare
             ),
@@ -188,7 +188,7 @@ def mixes_tokens(target: PreTrainedModel) -> bool:
     the precision. transformers' NVFP4 keeps 16 bits of a single token, and 4 of several.
     """
     classes = {type(module) for module in target.modules()}
-    libraries = ("torch.ao.nn.quantized.", "peft.tuners.lily.", "transformers.integrations.nvfp4")
+    libraries = "torch.ao.nn.quantized.", "fouroversix.", "peft.tuners.lily.", "transformers.integrations.nvfp4"
     if any(each.__module__.startswith(libraries) for each in classes):
         return True
     # Of torchao, whose calibrated scales are stored.

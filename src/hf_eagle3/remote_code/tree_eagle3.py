@@ -189,8 +189,8 @@ class Accepted:
         nodes (`list[list[int]]`): The node of the tree before each new token.
         batch_growth (`int`): By how many tokens the longest row grew.
         progress (`int`): By how many tokens the slowest unfinished row grew. 1 in plain decoding.
-        was_finished, is_finished (`list[bool]`):
-            Whether each row was finished before and after the step. Finished rows grow by padding, or not at all.
+        num_written (`list[int]`): How many tokens each row wrote before its end. After it, rows grow by padding, or not at all.
+        is_finished (`list[bool]`): Whether each row is finished.
     """
 
     tokens: torch.Tensor
@@ -201,7 +201,7 @@ class Accepted:
     nodes: list[list[int]]
     batch_growth: int
     progress: int
-    was_finished: list[bool]
+    num_written: list[int]
     is_finished: list[bool]
 
 
@@ -266,6 +266,12 @@ def check_tree(tree: Any, plan: Plan, root_tokens: torch.Tensor) -> None:
         raise TypeError(f"A proposer must propose a `DraftTree`, not {type(tree).__name__}.")
     if tree.tokens[:, :1].tolist() != root_tokens.tolist():
         raise ValueError("A proposed tree must begin with its root: the newest token of each row, `root_tokens`.")
+    depth, num_nodes = int(tree.depths.max()), tree.num_nodes - 1
+    if depth > plan.depth or num_nodes > plan.num_nodes:
+        raise ValueError(
+            f"The plan has room for {plan.num_nodes} nodes below the root, in {plan.depth} levels, but the proposed tree has "
+            f"{num_nodes} in {depth}. Propose less, because the target may read a larger tree differently."
+        )
     if plan.branching_factor == 1 and int(tree.depths.min(dim=0).values[-1]) != tree.num_nodes - 1:
         raise ValueError("The plan has a `branching_factor` of 1, but the proposed tree is no chain.")
 

@@ -44,7 +44,8 @@ class Verifier:
         self.generation_config, self.inputs = arguments.generation_config, arguments.model_kwargs
         self.config = target.config.get_text_config(decoder=True)
         self.layer_ids, self.num_nodes, self.may_replay, self.num_forwards = layer_ids, num_nodes, may_replay, 0
-        self.inputs["output_hidden_states"] = returned.hidden_states_with(layer_ids)
+        if layer_ids:  # else the caller's choice is there, if any
+            self.inputs["output_hidden_states"] = returned.hidden_states_with(layer_ids)
         self.unused_cache, given_cache = None, self.inputs.get(CACHE)
         if is_unused_static(given_cache):
             self.unused_cache = given_cache
@@ -166,9 +167,8 @@ class Verifier:
 
     def _inputs_for(self, tree: DraftTree) -> tuple[dict[str, Any], torch.Tensor]:
         """The arguments of a forward over the tokens to replay and the nodes of a tree, and the nodes' positions."""
-        target, cache, inputs = self.target, self.cache, self.inputs
-        newest = inputs["position_ids"][..., -1:]
-        tree, attention_mask = tree.to(newest.device), inputs.get("attention_mask")
+        cache, newest = self.cache, self.inputs["position_ids"][..., -1:]
+        tree, attention_mask = tree.to(newest.device), self.inputs.get("attention_mask")
         if not cache.is_chain:
             attention_mask = tree_attention_mask(
                 self.config, cache.cache, cache.length, tree.ancestors, tree.depths, attention_mask
@@ -178,25 +178,30 @@ class Verifier:
         node_positions = newest + tree.depths
         by_token = {"input_ids": tree.tokens, "position_ids": node_positions}
         for name in TOKEN_TYPES:
-            if (token_types := inputs.get(name)) is not None:  # nodes get the newest token's type
+            if (token_types := self.inputs.get(name)) is not None:  # nodes get the newest token's type
                 by_token[name] = token_types[:, -1:].expand(-1, tree.num_nodes)
-        by_token = dict(cache.prepare(by_token))
-        tokens, positions = by_token.pop("input_ids"), by_token["position_ids"]
+        return self._prepared(dict(cache.prepare(by_token)), attention_mask), node_positions
+
+    def _prepared(self, by_token: dict[str, Any], attention_mask: Any) -> dict[str, Any]:
+        """
+        The arguments of a forward, as the target's `prepare_inputs_for_generation` makes them, but with what that changes for single
+        tokens put back. Raises `ValueError` if it does not pass on positions and mask.
+        """
+        target, tokens, positions = self.target, by_token.pop("input_ids"), by_token["position_ids"]
         by_type = attention_mask if isinstance(attention_mask, dict) else None
-        if by_type is not None:  # `prepare_inputs_for_generation` passes dicts on for dynamic caches only
+        if by_type is not None:  # dicts are passed on for dynamic caches only
             attention_mask = next(iter(by_type.values()))
-        tree_inputs = {**inputs, **by_token, "attention_mask": attention_mask}
+        tree_inputs = {**self.inputs, **by_token, "attention_mask": attention_mask}
         prepared = target.prepare_inputs_for_generation(tokens, **tree_inputs)
-        prepared[CACHE] = cache.cache
-        mask = prepared.get("attention_mask")
+        prepared[CACHE] = self.cache.cache
+        mask, passed = prepared.get("attention_mask"), prepared.get("position_ids")
         if by_type is not None and mask is not None:  # transformers 5.24 may have moved it to the model
             prepared["attention_mask"] = {layer_type: each.to(mask.device) for layer_type, each in by_type.items()}
         if "logits_to_keep" in prepared:
             prepared["logits_to_keep"] = 0  # all
-        if inputs.get("output_router_logits", getattr(self.config, "output_router_logits", False)):
+        if self.inputs.get("output_router_logits", getattr(self.config, "output_router_logits", False)):
             # Nobody gets them, and the loss of experts takes no mask of a tree.
             prepared["output_router_logits"] = False
-        passed = prepared.get("position_ids")
         positions = positions if passed is None else positions.to(passed.device)
         has_positions = passed is not None and (passed.is_set_to(positions) or torch.equal(passed, positions))
         if not has_positions or (attention_mask is not None and mask is None):
@@ -204,7 +209,7 @@ class Verifier:
                 f"{type(target).__name__}.prepare_inputs_for_generation does not pass on the positions and the mask that "
                 "it is given, which a tree needs. Leave `assistant_model` out."
             )
-        return prepared, node_positions
+        return prepared
 
     def extend(self, outputs: TreeOutputs, counts: list[int], batch_growth: int) -> None:
         """
