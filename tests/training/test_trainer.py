@@ -1577,6 +1577,25 @@ def test_predicting_is_evaluating(tmp_path, tokenizer):
         assert output.metrics[f"test_{name}"] == expected[f"eval_{name}"]
 
 
+def test_an_evaluation_that_is_interrupted_does_not_count(tmp_path, tokenizer):
+    """As by Ctrl-C in a notebook, before the next one."""
+
+    class Interrupted(TrainerCallback):
+        def on_prediction_step(self, args, state, control, **kwargs):
+            raise KeyboardInterrupt
+
+    trainer = make_trainer(tmp_path, tokenizer, num_eval_prompts=0)
+    rows, others = TEXTS.select(range(4)), Dataset.from_dict({"text": ["abcdefgh", "ijk"]})
+    expected = trainer.evaluate(rows)
+    trainer.add_callback(Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.evaluate(others)
+    trainer.remove_callback(Interrupted)
+    metrics = trainer.evaluate(rows)
+    names = [name for name in expected if name.startswith(("eval_acc", "eval_loss", "eval_sim"))]
+    assert [metrics[name] for name in names] == [expected[name] for name in names] and len(names) > 10
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_evaluation_in_half_precision_leaves_the_draft_as_it_is(tmp_path, tokenizer, dtype):
     trainer = make_trainer(

@@ -354,7 +354,7 @@ class Eagle3Trainer(DraftSavingTrainer):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Drops the counts first: `auto_find_batch_size` may have begun with a larger batch. Locks the output folder."""
-        self.metrics.clear()
+        self.metrics.clear("train")
         folder = Path(self.args.output_dir, ".cache", "huggingface")  # whose files are not pushed
         folder.mkdir(parents=True, exist_ok=True)
         lock = locked(folder / "training.lock", self.args.output_dir) if self.accelerator.is_main_process else None
@@ -531,6 +531,7 @@ class Eagle3Trainer(DraftSavingTrainer):
     ) -> EvalLoopOutput:
         """Adds the metrics of training-time test, and the acceptance length of decoding with the draft."""
         self._move_target()  # training from stored features moves only the ends
+        self.metrics.clear("eval")  # of an evaluation that was interrupted
         with kept_precision(self.draft):
             output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
             metrics = self.metrics.pop("eval") | decoding_metrics(self, dataloader.dataset)
