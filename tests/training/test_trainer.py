@@ -630,6 +630,18 @@ def test_a_training_goes_on_as_it_was_begun(tmp_path, tokenizer):
     assert trainer.state.global_step == 4
 
 
+def test_a_first_try_goes_on_by_epochs(tmp_path, tokenizer):
+    """Its `max_steps` say nothing about the steps of an epoch."""
+    settings = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
+    make_trainer(tmp_path, tokenizer, max_steps=2, **settings).train()
+    trainer = make_trainer(tmp_path, tokenizer, max_steps=-1, num_train_epochs=0.4, **settings)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == trainer.state.max_steps == 4
+    shorter = make_trainer(tmp_path, tokenizer, max_steps=-1, num_train_epochs=0.35, **settings)
+    with pytest.raises(ValueError, match="finished training, of 4 steps"):
+        shorter.train(resume_from_checkpoint=True)
+
+
 def test_nothing_keeps_models_in_memory(tmp_path, tokenizer):
     """As after `del` in a notebook, before the cell runs again."""
     evaluation = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": TEXTS.select(range(3))}

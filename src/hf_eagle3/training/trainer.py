@@ -64,7 +64,7 @@ from .preparation import (
     prepare_tokenizer,
     prepare_vocabulary,
 )
-from .record import check_resumption, order_of_rows, rows_with_images
+from .record import check_resumption, check_unfinished, order_of_rows, rows_with_images
 from .saving import DraftSavingTrainer, check_output_folder
 from .target_states import TargetStates
 from .ttt import TTTBatch, TTTOutput, counted_rows, documents_of, draft_loss
@@ -345,10 +345,14 @@ class Eagle3Trainer(DraftSavingTrainer):
         return super().train(resume_from_checkpoint=self.resumed_from, **kwargs)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Returns the pass over the data, and how many of its batches come before the next one."""
+        """
+        Returns the pass over the data, and how many of its batches come before the next one. Raises `ValueError` if no step is left.
+        """
         place = super()._init_training_state(*args, **kwargs)
-        is_stream = not isinstance(self.train_dataset, Dataset)
-        if self.resumed_from is None or not is_stream or self.args.ignore_data_skip:
+        if self.resumed_from is None:
+            return place
+        check_unfinished(self.resumed_from, self.state)
+        if isinstance(self.train_dataset, Dataset) or self.args.ignore_data_skip:
             return place
         return place_in_stream(self.resumed_from, self.args.gradient_accumulation_steps)
 
