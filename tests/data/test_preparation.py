@@ -4,6 +4,7 @@ import copy
 import json
 import logging
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -178,6 +179,22 @@ def test_evaluating_data_that_is_prepared_already(tokenizer, tmp_path):
     trainer = make_trainer(tokenizer, rows, tmp_path, packing=True, max_length=40, num_eval_prompts=0)
     trainer.eval_dataset = trainer.train_dataset
     assert trainer.evaluate(trainer.eval_dataset)["eval_loss"] == pytest.approx(trainer.evaluate()["eval_loss"])
+
+
+def test_a_function_that_makes_texts_is_not_for_tokens(tokenizer, tmp_path, caplog):
+    """As in `SFTTrainer`. Data that is prepared already does not have what the function reads."""
+    rows = Dataset.from_dict({"question": ["abc", "de"], "answer": ["fgh", "ij"]})
+    trainer = trainers.make_trainer(
+        tmp_path,
+        tokenizer,
+        dataset=rows,
+        eval_dataset=rows,
+        trainer_class=partial(Eagle3Trainer, formatting_func=lambda row: row["question"] + row["answer"]),
+        num_eval_prompts=0,
+    )
+    assert tokenizer.decode(trainer.train_dataset[0]["input_ids"]) == "abcfgh</s>"
+    assert trainer.evaluate(trainer.eval_dataset)["eval_loss"] == trainer.evaluate()["eval_loss"]
+    assert "`formatting_func` has no effect on the eval data" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ class RowEncoder(PromptEncoder):
 
     def _read(self, row: dict[str, Any]) -> Row:
         """Reads a row, or the text that `formatting_func` makes of it. Refuses images that cannot be read."""
-        if self.formatting_func is None or self.kind == "input_ids":
+        if self.formatting_func is None:
             content = read_row(row, self.kind, self.features)
         else:
             text = self.formatting_func(row)

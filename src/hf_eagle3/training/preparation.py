@@ -140,6 +140,9 @@ def encode(
     args = trainer.given_args
     dataset = plain_rows(dataset, name, decodes_images=formatting_func is not None)  # which may look at them
     texts = without_images(dataset)
+    if formatting_func is not None and "input_ids" in next(iter(texts), {}):  # such as `trainer.eval_dataset`
+        logger.warning(f"`formatting_func` has no effect on the {name} data, which has `input_ids`.")
+        formatting_func = None
     kind = "text" if formatting_func is not None else kind_of_data(texts, args.dataset_text_field, name)
     first = next(iter(texts))
     is_chat = kind in CONVERSATIONS or (kind == "prompt" and not isinstance(first["prompt"], str))
