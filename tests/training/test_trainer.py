@@ -250,6 +250,15 @@ def test_packed_rows_of_padded_batches(tmp_path, tokenizer):
         make_trainer(tmp_path, tokenizer, eval_packing=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [("max_length", None, "fills rows of `max_length` tokens"), ("truncation_mode", "keep_end", "keep the beginnings")],
+)
+def test_arguments_that_packing_refuses(tmp_path, name, value, reason):
+    with pytest.raises(ValueError, match=reason):
+        Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False, packing=True, **{name: value})
+
+
 def test_where_a_vocabulary_is_not_sampled(tmp_path, tokenizer):
     with pytest.raises(ValueError, match="`sampled_vocab_size` must be an integer of at least 1, got 0"):
         make_trainer(tmp_path, tokenizer, sampled_vocab_size=0)
