@@ -240,11 +240,15 @@ class Eagle3Trainer(DraftSavingTrainer):
         """Adds to batches what the target reads beside the tokens. Checks those of a caller's collator."""
         if is_callers:
             self.data_collator = CheckedCollator(self.data_collator)
-        elif isinstance(self.data_collator, DataCollatorForLanguageModeling) and self.padding_free:
+        elif isinstance(self.data_collator, DataCollatorForLanguageModeling) and (
+            self.padding_free or self._skip_prepare_dataset
+        ):
+            datasets = [each for each in all_datasets(self.train_dataset, self.eval_dataset) if each is not None]
+            are_packed = ["seq_lengths" in get_dataset_column_names(each) for each in datasets]
             # TRL joins packed rows to one. Most kinds of attention would then compute each row against all the others.
-            is_packed = "seq_lengths" in get_dataset_column_names(self.train_dataset)
-            self.data_collator.padding_free = self.args.padding_free and not is_packed
-            self.data_collator.return_position_ids = True
+            self.data_collator.padding_free = self.args.padding_free and not are_packed[0]
+            # By default TRL takes a row for one document if it was packed before (`skip_prepare_dataset`).
+            self.data_collator.return_position_ids = self.padding_free or any(are_packed)
         if store is not None:
             self.data_collator = FeatureCollator(self.data_collator, store)
         if isinstance(self.images, ImageReader):
