@@ -18,7 +18,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers
-from accelerate import FullyShardedDataParallelPlugin, skip_first_batches
+from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig, skip_first_batches
 from accelerate.data_loader import prepare_data_loader
 from accelerate.state import AcceleratorState
 from conftest import make_prompt, make_target
@@ -52,6 +52,7 @@ from hf_eagle3.data import documents_of_row, prompt_of
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 from hf_eagle3.training import models, ttt
 from hf_eagle3.training.checkpoint import last_whole_checkpoint, what_is_broken
+from hf_eagle3.training.checks import check_parallelism
 from hf_eagle3.training.console import shown
 from hf_eagle3.training.evaluation import check_best_metric
 from hf_eagle3.training.parser import Eagle3Parser
@@ -1661,6 +1662,15 @@ def test_processes_that_would_wait_for_each_other(tmp_path, tokenizer, monkeypat
     monkeypatch.setattr(Eagle3TrainingArguments, "world_size", 2)
     with pytest.raises(ValueError, match="even_batches=False.*at its default"):
         make_trainer(tmp_path, tokenizer, **arguments)
+
+
+@pytest.mark.parametrize("sizes", [{"cp_size": 2}, {"sp_size": 2}])
+def test_rows_that_processes_would_share(tmp_path, tokenizer, monkeypatch, sizes):
+    """The last token of a part and the first of the next would not meet."""
+    trainer = make_trainer(tmp_path, tokenizer)
+    monkeypatch.setattr(type(trainer.accelerator), "parallelism_config", ParallelismConfig(**sizes))
+    with pytest.raises(ValueError, match="give each process a part of a row"):
+        check_parallelism(trainer)
 
 
 def test_batches_that_are_not_filled_are_not_all(tmp_path, tokenizer):

@@ -100,6 +100,12 @@ def check_parallelism(trainer: Eagle3Trainer) -> None:
             "With `even_batches=False` (`accelerator_config`) one process may finish a pass early, and the others wait until `ddp_timeout`. "
             "Leave `even_batches` at its default. Evaluation does not count repeated rows."
         )
+    parallelism = trainer.accelerator.parallelism_config
+    if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
+        raise ValueError(
+            "Context and sequence parallelism (`cp_size` and `sp_size` of `parallelism_config`) give each process a part of a row, and the "
+            "unroll needs whole rows. Leave them out."
+        )
     if trainer.is_deepspeed_enabled and trainer.args.use_muon:
         raise ValueError(
             "DeepSpeed splits parameters into flat pieces, and Muon needs whole matrices. Pass `use_muon=False`, or use FSDP2."
