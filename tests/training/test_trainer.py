@@ -175,6 +175,9 @@ def test_what_evaluation_decodes_from():
     assert prompt_of(text).tolist() == [[5, 6, 7]]
     assert prompt_of({**text, "labels": [-100, -100, 7, -100, 9]}).tolist() == [[5, 6]]
     assert prompt_of({**text, "labels": [-100] * 5}).tolist() == [[5, 6, 7]]
+    # With an image up to the second token, in a text that is learned whole, and in an answer.
+    assert prompt_of({**text, "labels": [5, -100, 7, 8, 9]}, image_end=2).tolist() == [[5, 6, 7]]
+    assert prompt_of({**text, "labels": [-100, -100, -100, 8, 9]}, image_end=2).tolist() == [[5, 6, 7]]
     assert documents_of_row(text) == [text]
     packed = {**text, "labels": [-100, 6, -100, -100, 9], "seq_lengths": [2, 3]}
     assert [prompt_of(document).tolist() for document in documents_of_row(packed)] == [[[5]], [[7, 8]]]
