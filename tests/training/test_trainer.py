@@ -1108,6 +1108,7 @@ def test_wrong_arguments(tmp_path, tokenizer):
     with pytest.raises(ValueError, match="no chat template. Pass one as `chat_template_path`"):
         make_trainer(tmp_path, without_template, dataset=chats)
     store = make_trainer(tmp_path, tokenizer).extract_features(tmp_path / "features")
+    evaluating = Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False, eval_strategy="epoch")
     for kwargs, error, message in (
         ({"compute_metrics": len}, ValueError, "`compute_metrics` would have no effect"),
         ({"compute_loss_func": len}, ValueError, "`compute_loss_func` would have no effect"),
@@ -1119,16 +1120,14 @@ def test_wrong_arguments(tmp_path, tokenizer):
         ({"train_dataset": None}, TypeError, "The train data is NoneType"),
         ({"eval_dataset": {"one": "texts.jsonl"}}, TypeError, "The eval data is str"),
         ({"eval_dataset": {}}, ValueError, "`eval_dataset` has no data sets"),
+        ({"args": {"eval_strategy": "steps"}}, TypeError, "`args` must be `Eagle3TrainingArguments`, got dict"),
+        ({"args": evaluating}, ValueError, "asks for evaluation, but there is no `eval_dataset`"),
         ({"eval_dataset": store}, ValueError, "`eval_dataset` is a feature store"),
         ({"eval_dataset": {"one": store}}, ValueError, "`eval_dataset` is a feature store"),
     ):
+        args = Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False)
         with pytest.raises(error, match=message):
-            Eagle3Trainer(
-                model=None,
-                target_model=target,
-                args=Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False),
-                **{"train_dataset": TEXTS, **kwargs},
-            )
+            Eagle3Trainer(None, target, **{"args": args, "train_dataset": TEXTS, **kwargs})
     for config in (
         PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
         LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[7]),

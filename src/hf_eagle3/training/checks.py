@@ -12,6 +12,7 @@ from trl import SFTTrainer
 
 from ..data.checks import check_is_dataset
 from ..remote_code.draft_model_eagle3 import DraftModel
+from .arguments import Eagle3TrainingArguments
 from .features import FeatureStore
 
 
@@ -28,14 +29,19 @@ UNUSED = {
 }
 
 
-def check_call(target_model: str | PreTrainedModel, kwargs: dict[str, Any]) -> None:
+def check_call(
+    target_model: str | PreTrainedModel, args: Eagle3TrainingArguments | None, kwargs: dict[str, Any]
+) -> None:
     """
     Checks what does not depend on the models.
 
     Raises:
-        TypeError: if `target_model` is not a target, an argument does not exist, or a data set is something else.
-        ValueError: if an argument of `SFTTrainer` would do nothing, or an adapter or a data set is of a kind that cannot be used.
+        TypeError: if `target_model` is not a target, `args` of another class, an argument does not exist, or a data set is something else.
+        ValueError: if an argument of `SFTTrainer` would do nothing, an adapter or a data set is of a kind that cannot be used, or there
+            is none to evaluate on.
     """
+    if not isinstance(args, Eagle3TrainingArguments | None):
+        raise TypeError(f"`args` must be `Eagle3TrainingArguments`, got {type(args).__name__}.")
     if isinstance(target_model, DraftModel) or not (isinstance(target_model, str) or hasattr(target_model, "config")):
         raise TypeError(
             "`target_model` must be the target, a causal language model or the name of one, and `model` the draft; "
@@ -60,6 +66,10 @@ def check_call(target_model: str | PreTrainedModel, kwargs: dict[str, Any]) -> N
         raise ValueError(f"`train_dataset` has splits {splits}: pass one of them, such as dataset[{splits[0]!r}].")
     if kwargs.get("eval_dataset") == {}:
         raise ValueError("`eval_dataset` has no data sets. Pass one, or leave `eval_dataset` out.")
+    if args is not None and args.eval_strategy != "no" and kwargs.get("eval_dataset") is None:
+        raise ValueError(
+            "`eval_strategy` asks for evaluation, but there is no `eval_dataset`. Pass one, or leave `eval_strategy` out."
+        )
     train_dataset, *evaluated = all_datasets(kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
     if any(isinstance(dataset, FeatureStore) for dataset in evaluated):
         raise ValueError("`eval_dataset` is a feature store, but evaluation decodes: pass a data set.")

@@ -128,7 +128,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         args: Eagle3TrainingArguments | None = None,
         **kwargs: Any,
     ):
-        check_call(target_model, kwargs)
+        check_call(target_model, args, kwargs)
         target_name = target_model if isinstance(target_model, str) else target_model.config._name_or_path
         args = self._own_arguments(args, target_name)
         peft_config = kwargs.get("peft_config")
@@ -191,8 +191,6 @@ class Eagle3Trainer(DraftSavingTrainer):
         """Returns a copy of the arguments, because the caller may use them for other trainers."""
         if args is None:
             args = Eagle3TrainingArguments(f"{Path(target_name or 'draft').name}-eagle3")
-        if not isinstance(args, Eagle3TrainingArguments):
-            raise TypeError(f"`args` must be `Eagle3TrainingArguments`, got {type(args).__name__}.")
         args = copy.copy(args)
         if args.n_gpu > 1:  # `nn.DataParallel` cannot split the target's states of a batch
             logger.warning(
