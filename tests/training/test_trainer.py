@@ -935,6 +935,21 @@ def test_an_optimizer_of_another_model(tmp_path, tokenizer):
             )
 
 
+def test_an_optimizer_that_was_made_before_the_adapter(tmp_path, tokenizer):
+    """All its parameters are frozen then, and the adapter would learn nothing."""
+    draft = Eagle3ForSpeculation.from_target(target := make_target("llama"))
+    optimizers = torch.optim.SGD(draft.parameters(), lr=0.3), None
+    with pytest.raises(ValueError, match="only frozen parameters.*`optimizer_cls_and_kwargs`"):
+        make_trainer(
+            tmp_path,
+            tokenizer,
+            model=draft,
+            target=target,
+            peft_config=LoraConfig(target_modules=["q_proj"]),
+            trainer_class=partial(Eagle3Trainer, optimizers=optimizers),
+        )
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("names", [("from", "value"), ("role", "content")])
 def test_conversations_are_messages(tmp_path, tokenizer, names, is_stream):

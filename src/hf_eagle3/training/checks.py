@@ -88,13 +88,22 @@ def optimizer_name(kwargs: dict[str, Any]) -> str | None:
 
 
 def check_optimizer(trainer: Eagle3Trainer) -> None:
-    """Raises `ValueError` if the caller's optimizer has parameters of another model, which would leave the draft as it is."""
+    """
+    Raises `ValueError` if the caller's optimizer has parameters of another model, or only frozen ones, which would leave the draft as
+    it is.
+    """
     own = set(map(id, trainer.model.parameters()))
     groups = [] if trainer.optimizer is None else trainer.optimizer.param_groups
-    if others := sum(id(parameter) not in own for group in groups for parameter in group["params"]):
+    given = [parameter for group in groups for parameter in group["params"]]
+    if others := sum(id(parameter) not in own for parameter in given):
         raise ValueError(
             f"The optimizer has {others} parameters that are not the draft's. Make it from the parameters of the draft that you pass as "
             "`model`. If that stores no head, call `draft.pair_with(target)` before."
+        )
+    if given and not any(parameter.requires_grad for parameter in given):
+        raise ValueError(
+            "The optimizer has only frozen parameters. Those of an adapter are made with it (`peft_config`): pass "
+            "`optimizer_cls_and_kwargs` in place of `optimizers`, or a `PeftModel` as `model`."
         )
 
 
