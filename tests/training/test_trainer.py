@@ -1007,6 +1007,10 @@ def test_models_that_fsdp_would_not_save(tmp_path, tokenizer, monkeypatch):
             make_trainer(tmp_path, tokenizer)
     with pytest.raises(ValueError, match="FSDP and DeepSpeed keep in parts"):
         make_trainer(tmp_path, tokenizer, sampled_vocab_size=4)
+    plugin.cpu_ram_efficient_loading = True
+    make_trainer(tmp_path, tokenizer)
+    with pytest.raises(ValueError, match="`fsdp_cpu_ram_efficient_loading: true` loads no buffers"):
+        make_trainer(tmp_path, tokenizer, draft_vocab_size=20)
     plugin.activation_checkpointing = True
     with pytest.raises(ValueError, match="`fsdp_activation_checkpointing: true` is not supported"):
         make_trainer(tmp_path, tokenizer)

@@ -139,6 +139,12 @@ def check_parallelism(trainer: Eagle3Trainer) -> None:
             "`fsdp_activation_checkpointing: true` is not supported: training-time test keeps the keys of every step, and a "
             "recomputed forward would add them again. Leave it out of accelerate's configuration."
         )
+    has_own_vocabulary = trainer.draft.d2t is not None or trainer.args.draft_vocab_size is not None
+    if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading and has_own_vocabulary:
+        raise ValueError(
+            "`fsdp_cpu_ram_efficient_loading: true` loads no buffers, such as the draft vocabulary. Set it to false in accelerate's "
+            "configuration, as in recipes/accelerate_configs/fsdp2.yaml."
+        )
     if trainer.args.sampled_vocab_size is not None and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         raise ValueError(
             "`sampled_vocab_size` takes rows of the head, which FSDP and DeepSpeed keep in parts. Leave it out, or use DDP."
