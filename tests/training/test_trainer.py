@@ -1007,7 +1007,10 @@ def test_models_that_fsdp_would_not_save(tmp_path, tokenizer, monkeypatch):
             make_trainer(tmp_path, tokenizer)
     with pytest.raises(ValueError, match="FSDP and DeepSpeed keep in parts"):
         make_trainer(tmp_path, tokenizer, sampled_vocab_size=4)
-    plugin.cpu_ram_efficient_loading = True
+    plugin.fsdp_version = 1
+    with pytest.raises(ValueError, match="Muon needs whole matrices. .*`fsdp_version: 2`"):
+        make_trainer(tmp_path, tokenizer)
+    plugin.fsdp_version, plugin.cpu_ram_efficient_loading = 2, True
     make_trainer(tmp_path, tokenizer)
     with pytest.raises(ValueError, match="`fsdp_cpu_ram_efficient_loading: true` loads no buffers"):
         make_trainer(tmp_path, tokenizer, draft_vocab_size=20)

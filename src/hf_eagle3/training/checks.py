@@ -125,9 +125,11 @@ def check_parallelism(trainer: Eagle3Trainer) -> None:
             "Context and sequence parallelism (`cp_size` and `sp_size` of `parallelism_config`) give each process a part of a row, and the "
             "unroll needs whole rows. Leave them out."
         )
-    if trainer.is_deepspeed_enabled and trainer.args.use_muon:
+    is_fsdp1 = trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version == 1
+    if (trainer.is_deepspeed_enabled or is_fsdp1) and trainer.args.use_muon:
         raise ValueError(
-            "DeepSpeed splits parameters into flat pieces, and Muon needs whole matrices. Pass `use_muon=False`, or use FSDP2."
+            "DeepSpeed and FSDP1 split parameters into flat pieces, and Muon needs whole matrices. Pass `use_muon=False`, or use FSDP2 "
+            "(`fsdp_version: 2`)."
         )
     if trainer.is_fsdp_enabled and "FULL_STATE_DICT" not in str(trainer.accelerator.state.fsdp_plugin.state_dict_type):
         raise ValueError(
