@@ -256,7 +256,10 @@ def test_packed_rows_of_padded_batches(tmp_path, tokenizer):
 
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
-    [("max_length", None, "fills rows of `max_length` tokens"), ("truncation_mode", "keep_end", "keep the beginnings")],
+    [
+        ("max_length", None, "fills rows of `max_length` tokens"),
+        ("truncation_mode", "keep_end", "keep the beginnings"),
+    ],
 )
 def test_arguments_that_packing_refuses(tmp_path, name, value, reason):
     with pytest.raises(ValueError, match=reason):

@@ -125,24 +125,25 @@ def check_parallelism(trainer: Eagle3Trainer) -> None:
             "Context and sequence parallelism (`cp_size` and `sp_size` of `parallelism_config`) give each process a part of a row, and the "
             "unroll needs whole rows. Leave them out."
         )
-    is_fsdp1 = trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version == 1
-    if (trainer.is_deepspeed_enabled or is_fsdp1) and trainer.args.use_muon:
+    fsdp = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
+    are_flat = trainer.is_deepspeed_enabled or (fsdp is not None and fsdp.fsdp_version == 1)
+    if are_flat and trainer.args.use_muon:
         raise ValueError(
             "DeepSpeed and FSDP1 split parameters into flat pieces, and Muon needs whole matrices. Pass `use_muon=False`, or use FSDP2 "
             "(`fsdp_version: 2`)."
         )
-    if trainer.is_fsdp_enabled and "FULL_STATE_DICT" not in str(trainer.accelerator.state.fsdp_plugin.state_dict_type):
+    if fsdp is not None and "FULL_STATE_DICT" not in str(fsdp.state_dict_type):
         raise ValueError(
             "`Trainer` cannot save a model that FSDP keeps in parts. Set `fsdp_state_dict_type: FULL_STATE_DICT` in "
             "accelerate's configuration, as in recipes/accelerate_configs/fsdp2.yaml."
         )
-    if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.activation_checkpointing:
+    if fsdp is not None and fsdp.activation_checkpointing:
         raise ValueError(
             "`fsdp_activation_checkpointing: true` is not supported: training-time test keeps the keys of every step, and a "
             "recomputed forward would add them again. Leave it out of accelerate's configuration."
         )
     has_own_vocabulary = trainer.draft.d2t is not None or trainer.args.draft_vocab_size is not None
-    if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading and has_own_vocabulary:
+    if fsdp is not None and fsdp.cpu_ram_efficient_loading and has_own_vocabulary:
         raise ValueError(
             "`fsdp_cpu_ram_efficient_loading: true` loads no buffers, such as the draft vocabulary. Set it to false in accelerate's "
             "configuration, as in recipes/accelerate_configs/fsdp2.yaml."
