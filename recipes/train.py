@@ -142,6 +142,11 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
                 f"`datasets` and `dataset_name` ({name}) both say what to learn from. Leave one of them out."
             )
         mixture.streaming |= script_args.dataset_streaming
+        if mixture.streaming and mixture.test_split_size is not None:
+            raise ValueError(
+                "`test_split_size` cannot split streams, whose rows are not counted. Leave out `streaming` (`--dataset_streaming`), or "
+                "`test_split_size` and the evaluation (`--eval_strategy no`)."
+            )
         dataset = get_dataset(replace(mixture, test_split_size=None))
         if mixture.test_split_size is None:
             return dataset

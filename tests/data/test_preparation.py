@@ -4,6 +4,7 @@ import copy
 import json
 import logging
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -173,11 +174,43 @@ def test_rows_that_were_packed_before(tokenizer, tmp_path, stream):
         assert sorted(positions.tolist()) == [0] * 5 + [1] * 5 + [2] * 4 + [3]
 
 
+def test_packed_rows_that_are_taken_as_they_are(tokenizer, tmp_path):
+    """Their documents do not see each other, without `packing` or `padding_free`, too."""
+    packed = Dataset.from_dict({"input_ids": [[5, 6, 7, 8, 9, 10, 11]], "seq_lengths": [[3, 4]]})
+    apart = Dataset.from_dict({"input_ids": [[5, 6, 7], [8, 9, 10, 11]]})
+    arguments = {"dataset_kwargs": {"skip_prepare_dataset": True}, "num_eval_prompts": 0}
+    target = make_target("llama", vocab_size=len(tokenizer))
+    trainers_of = [
+        trainers.make_trainer(tmp_path, tokenizer, dataset=train, target=target, eval_dataset=evaluated, **arguments)
+        for train, evaluated in ((packed, packed), (apart, packed), (apart, apart))
+    ]
+    losses = [trainer.evaluate()["eval_loss"] for trainer in trainers_of]
+    assert losses == pytest.approx(losses[:1] * 3, rel=1e-4)
+    batch = trainers_of[0].data_collator([packed[0]])
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3]]
+
+
 def test_evaluating_data_that_is_prepared_already(tokenizer, tmp_path):
     rows = {"text": [f"{'abcdefghij'[i:]} {i * 37}" for i in range(7)]}
     trainer = make_trainer(tokenizer, rows, tmp_path, packing=True, max_length=40, num_eval_prompts=0)
     trainer.eval_dataset = trainer.train_dataset
     assert trainer.evaluate(trainer.eval_dataset)["eval_loss"] == pytest.approx(trainer.evaluate()["eval_loss"])
+
+
+def test_a_function_that_makes_texts_is_not_for_tokens(tokenizer, tmp_path, caplog):
+    """As in `SFTTrainer`. Data that is prepared already does not have what the function reads."""
+    rows = Dataset.from_dict({"question": ["abc", "de"], "answer": ["fgh", "ij"]})
+    trainer = trainers.make_trainer(
+        tmp_path,
+        tokenizer,
+        dataset=rows,
+        eval_dataset=rows,
+        trainer_class=partial(Eagle3Trainer, formatting_func=lambda row: row["question"] + row["answer"]),
+        num_eval_prompts=0,
+    )
+    assert tokenizer.decode(trainer.train_dataset[0]["input_ids"]) == "abcfgh</s>"
+    assert trainer.evaluate(trainer.eval_dataset)["eval_loss"] == trainer.evaluate()["eval_loss"]
+    assert "`formatting_func` has no effect on the eval data" in caplog.text
 
 
 @pytest.mark.parametrize(

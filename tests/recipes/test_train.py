@@ -405,6 +405,9 @@ def test_a_mixture_is_split_the_same_way_every_time(files):
     first, second = (script.load_data(*arguments) for _ in range(2))
     assert first.keys() == {"train", "test"} and first["test"][:] == second["test"][:]
     assert len(first["test"]) < len(first["train"])
+    arguments[1].streaming = True
+    with pytest.raises(ValueError, match="`test_split_size` cannot split streams"):
+        script.load_data(*arguments)
 
 
 def test_parts_of_splits():

@@ -13,8 +13,9 @@ from accelerate import PartialState
 from conftest import CONVOLUTIONAL, FAMILIES, RECURRENT, make_prompt, make_target
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from transformers import DataCollatorForSeq2Seq
 
-from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer
 from hf_eagle3.training import FeatureStore, features, target_states
 from hf_eagle3.training.features import shard_path
 from hf_eagle3.training.target_states import COUNTS_CHUNKS_BY_DOCUMENT, TargetStates
@@ -132,6 +133,21 @@ def test_training_from_features_gives_the_losses_of_training_from_the_target(tmp
     assert ours["acceptance_rate_3"] == pytest.approx(theirs["acceptance_rate_3"], rel=1e-3)
     workers = make_trainer(tmp_path / "workers", tokenizer, target, store, dataloader_num_workers=2, **arguments)
     assert losses(workers) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_collator_that_pads_on_the_left(tmp_path, tokenizer):
+    """States are stored and placed from the left."""
+    padding, target, runs = copy.deepcopy(tokenizer), make_target("llama"), []
+    padding.pad_token = padding.convert_ids_to_tokens(0)
+    for side in ("right", "left"):
+        padding.padding_side = side
+        trainer_class = partial(Eagle3Trainer, data_collator=DataCollatorForSeq2Seq(padding))
+        trainer = make_trainer(tmp_path / side, tokenizer, target, trainer_class=trainer_class)
+        batch = trainer.data_collator([trainer.train_dataset[row] for row in (0, 19)])
+        assert batch["attention_mask"][:, 0].all() and not batch["attention_mask"].all()
+        store = trainer.extract_features(tmp_path / f"{side}-features")
+        runs.append(losses(make_trainer(tmp_path / side, tokenizer, target, store, trainer_class=trainer_class)))
+    assert runs[0] == pytest.approx(runs[1], rel=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["int8", torch.int64, "float8_e5m2", "fp8"])

@@ -11,6 +11,7 @@ from datasets import Image as ImageFeature
 from datasets import List as ListFeature
 from peft import LoraConfig
 from seeing import (
+    IMAGE,
     UNMARKED_TEMPLATE,
     VISION_TEMPLATE,
     gemma3,
@@ -200,6 +201,15 @@ def test_the_assistant_s_tokens_beside_images(tmp_path, family, template):
         kinds = trainer.data_collator([row])
         places = [value for name, value in kinds.items() if name.endswith("token_type_ids")]
         assert row["image_end"] == (int(places[0].nonzero().max()) + 1 if places else 0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_of_images_are_not_learned(tmp_path, family):
+    """No target writes them, and an image may have a thousand of them. All other tokens of prompts are learned."""
+    trainer = make_vision_trainer(tmp_path, family, max_length=None, draft_vocab_size=None)
+    for row in trainer.train_dataset:
+        assert row["labels"] == [-100 if token == IMAGE else token for token in row["input_ids"]]
+    assert any(IMAGE in row["input_ids"] for row in trainer.train_dataset)
 
 
 def test_forms_of_rows(tmp_path):

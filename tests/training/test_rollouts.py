@@ -118,6 +118,17 @@ def test_a_block_draft_learns_by_the_loss_of_its_evaluation(tmp_path, tokenizer)
         DraftLearner(target, make_block_draft("dflash", target, **windows), 1e-3, 5, 0.8)
 
 
+def test_tokens_of_images_are_not_learned():
+    """As in `Eagle3Trainer`."""
+    target, prompt = make_target("llama"), make_prompt(6)
+    learner = DraftLearner(target, Eagle3ForSpeculation.from_target(target), 1e-3, 2, 0.8)
+    outputs = target.model(prompt, output_hidden_states=select_hidden_states(learner.layer_ids))
+    kinds = torch.tensor([[0, 1, 1, 0, 0, 0]])
+    for name in ("token_type_ids", "mm_token_type_ids"):
+        labels = learner.batch_of({"input_ids": prompt, name: kinds}, outputs).labels
+        assert torch.equal(labels, prompt.where(kinds == 0, -100))
+
+
 def test_a_draft_in_half_precision_learns_small_steps(tmp_path, tokenizer):
     trainer = make_trainer(tmp_path, tokenizer, max_steps=6)
     draft = Eagle3ForSpeculation.from_target(trainer.model).bfloat16()

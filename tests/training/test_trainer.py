@@ -18,7 +18,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers
-from accelerate import FullyShardedDataParallelPlugin, skip_first_batches
+from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig, skip_first_batches
 from accelerate.data_loader import prepare_data_loader
 from accelerate.state import AcceleratorState
 from conftest import make_prompt, make_target
@@ -52,6 +52,7 @@ from hf_eagle3.data import documents_of_row, prompt_of
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 from hf_eagle3.training import models, ttt
 from hf_eagle3.training.checkpoint import last_whole_checkpoint, what_is_broken
+from hf_eagle3.training.checks import check_parallelism
 from hf_eagle3.training.console import shown
 from hf_eagle3.training.evaluation import check_best_metric
 from hf_eagle3.training.parser import Eagle3Parser
@@ -174,6 +175,9 @@ def test_what_evaluation_decodes_from():
     assert prompt_of(text).tolist() == [[5, 6, 7]]
     assert prompt_of({**text, "labels": [-100, -100, 7, -100, 9]}).tolist() == [[5, 6]]
     assert prompt_of({**text, "labels": [-100] * 5}).tolist() == [[5, 6, 7]]
+    # With an image up to the second token, in a text that is learned whole, and in an answer.
+    assert prompt_of({**text, "labels": [5, -100, 7, 8, 9]}, image_end=2).tolist() == [[5, 6, 7]]
+    assert prompt_of({**text, "labels": [-100, -100, -100, 8, 9]}, image_end=2).tolist() == [[5, 6, 7]]
     assert documents_of_row(text) == [text]
     packed = {**text, "labels": [-100, 6, -100, -100, 9], "seq_lengths": [2, 3]}
     assert [prompt_of(document).tolist() for document in documents_of_row(packed)] == [[[5]], [[7, 8]]]
@@ -248,6 +252,18 @@ def test_a_share_of_the_rows(tmp_path, tokenizer):
 def test_packed_rows_of_padded_batches(tmp_path, tokenizer):
     with pytest.raises(ValueError, match="`eval_packing=True` needs `packing=True`"):
         make_trainer(tmp_path, tokenizer, eval_packing=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("max_length", None, "fills rows of `max_length` tokens"),
+        ("truncation_mode", "keep_end", "keep the beginnings"),
+    ],
+)
+def test_arguments_that_packing_refuses(tmp_path, name, value, reason):
+    with pytest.raises(ValueError, match=reason):
+        Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False, packing=True, **{name: value})
 
 
 def test_where_a_vocabulary_is_not_sampled(tmp_path, tokenizer):
@@ -630,6 +646,18 @@ def test_a_training_goes_on_as_it_was_begun(tmp_path, tokenizer):
     assert trainer.state.global_step == 4
 
 
+def test_a_first_try_goes_on_by_epochs(tmp_path, tokenizer):
+    """Its `max_steps` say nothing about the steps of an epoch."""
+    settings = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
+    make_trainer(tmp_path, tokenizer, max_steps=2, **settings).train()
+    trainer = make_trainer(tmp_path, tokenizer, max_steps=-1, num_train_epochs=0.4, **settings)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == trainer.state.max_steps == 4
+    shorter = make_trainer(tmp_path, tokenizer, max_steps=-1, num_train_epochs=0.35, **settings)
+    with pytest.raises(ValueError, match="finished training, of 4 steps"):
+        shorter.train(resume_from_checkpoint=True)
+
+
 def test_nothing_keeps_models_in_memory(tmp_path, tokenizer):
     """As after `del` in a notebook, before the cell runs again."""
     evaluation = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": TEXTS.select(range(3))}
@@ -910,6 +938,21 @@ def test_an_optimizer_of_another_model(tmp_path, tokenizer):
             )
 
 
+def test_an_optimizer_that_was_made_before_the_adapter(tmp_path, tokenizer):
+    """All its parameters are frozen then, and the adapter would learn nothing."""
+    draft = Eagle3ForSpeculation.from_target(target := make_target("llama"))
+    optimizers = torch.optim.SGD(draft.parameters(), lr=0.3), None
+    with pytest.raises(ValueError, match="only frozen parameters.*`optimizer_cls_and_kwargs`"):
+        make_trainer(
+            tmp_path,
+            tokenizer,
+            model=draft,
+            target=target,
+            peft_config=LoraConfig(target_modules=["q_proj"]),
+            trainer_class=partial(Eagle3Trainer, optimizers=optimizers),
+        )
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("names", [("from", "value"), ("role", "content")])
 def test_conversations_are_messages(tmp_path, tokenizer, names, is_stream):
@@ -967,6 +1010,13 @@ def test_models_that_fsdp_would_not_save(tmp_path, tokenizer, monkeypatch):
             make_trainer(tmp_path, tokenizer)
     with pytest.raises(ValueError, match="FSDP and DeepSpeed keep in parts"):
         make_trainer(tmp_path, tokenizer, sampled_vocab_size=4)
+    plugin.fsdp_version = 1
+    with pytest.raises(ValueError, match="Muon needs whole matrices. .*`fsdp_version: 2`"):
+        make_trainer(tmp_path, tokenizer)
+    plugin.fsdp_version, plugin.cpu_ram_efficient_loading = 2, True
+    make_trainer(tmp_path, tokenizer)
+    with pytest.raises(ValueError, match="`fsdp_cpu_ram_efficient_loading: true` loads no buffers"):
+        make_trainer(tmp_path, tokenizer, draft_vocab_size=20)
     plugin.activation_checkpointing = True
     with pytest.raises(ValueError, match="`fsdp_activation_checkpointing: true` is not supported"):
         make_trainer(tmp_path, tokenizer)
@@ -1083,6 +1133,7 @@ def test_wrong_arguments(tmp_path, tokenizer):
     with pytest.raises(ValueError, match="no chat template. Pass one as `chat_template_path`"):
         make_trainer(tmp_path, without_template, dataset=chats)
     store = make_trainer(tmp_path, tokenizer).extract_features(tmp_path / "features")
+    evaluating = Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False, eval_strategy="epoch")
     for kwargs, error, message in (
         ({"compute_metrics": len}, ValueError, "`compute_metrics` would have no effect"),
         ({"compute_loss_func": len}, ValueError, "`compute_loss_func` would have no effect"),
@@ -1094,16 +1145,14 @@ def test_wrong_arguments(tmp_path, tokenizer):
         ({"train_dataset": None}, TypeError, "The train data is NoneType"),
         ({"eval_dataset": {"one": "texts.jsonl"}}, TypeError, "The eval data is str"),
         ({"eval_dataset": {}}, ValueError, "`eval_dataset` has no data sets"),
+        ({"args": {"eval_strategy": "steps"}}, TypeError, "`args` must be `Eagle3TrainingArguments`, got dict"),
+        ({"args": evaluating}, ValueError, "asks for evaluation, but there is no `eval_dataset`"),
         ({"eval_dataset": store}, ValueError, "`eval_dataset` is a feature store"),
         ({"eval_dataset": {"one": store}}, ValueError, "`eval_dataset` is a feature store"),
     ):
+        args = Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False)
         with pytest.raises(error, match=message):
-            Eagle3Trainer(
-                model=None,
-                target_model=target,
-                args=Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False),
-                **{"train_dataset": TEXTS, **kwargs},
-            )
+            Eagle3Trainer(None, target, **{"args": args, "train_dataset": TEXTS, **kwargs})
     for config in (
         PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
         LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[7]),
@@ -1577,6 +1626,25 @@ def test_predicting_is_evaluating(tmp_path, tokenizer):
         assert output.metrics[f"test_{name}"] == expected[f"eval_{name}"]
 
 
+def test_an_evaluation_that_is_interrupted_does_not_count(tmp_path, tokenizer):
+    """As by Ctrl-C in a notebook, before the next one."""
+
+    class Interrupted(TrainerCallback):
+        def on_prediction_step(self, args, state, control, **kwargs):
+            raise KeyboardInterrupt
+
+    trainer = make_trainer(tmp_path, tokenizer, num_eval_prompts=0)
+    rows, others = TEXTS.select(range(4)), Dataset.from_dict({"text": ["abcdefgh", "ijk"]})
+    expected = trainer.evaluate(rows)
+    trainer.add_callback(Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.evaluate(others)
+    trainer.remove_callback(Interrupted)
+    metrics = trainer.evaluate(rows)
+    names = [name for name in expected if name.startswith(("eval_acc", "eval_loss", "eval_sim"))]
+    assert [metrics[name] for name in names] == [expected[name] for name in names] and len(names) > 10
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_evaluation_in_half_precision_leaves_the_draft_as_it_is(tmp_path, tokenizer, dtype):
     trainer = make_trainer(
@@ -1621,6 +1689,15 @@ def test_processes_that_would_wait_for_each_other(tmp_path, tokenizer, monkeypat
     monkeypatch.setattr(Eagle3TrainingArguments, "world_size", 2)
     with pytest.raises(ValueError, match="even_batches=False.*at its default"):
         make_trainer(tmp_path, tokenizer, **arguments)
+
+
+@pytest.mark.parametrize("sizes", [{"cp_size": 2}, {"sp_size": 2}])
+def test_rows_that_processes_would_share(tmp_path, tokenizer, monkeypatch, sizes):
+    """The last token of a part and the first of the next would not meet."""
+    trainer = make_trainer(tmp_path, tokenizer)
+    monkeypatch.setattr(type(trainer.accelerator), "parallelism_config", ParallelismConfig(**sizes))
+    with pytest.raises(ValueError, match="give each process a part of a row"):
+        check_parallelism(trainer)
 
 
 def test_batches_that_are_not_filled_are_not_all(tmp_path, tokenizer):

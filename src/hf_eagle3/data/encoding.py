@@ -124,7 +124,7 @@ class RowEncoder(PromptEncoder):
 
     def _read(self, row: dict[str, Any]) -> Row:
         """Reads a row, or the text that `formatting_func` makes of it. Refuses images that cannot be read."""
-        if self.formatting_func is None or self.kind == "input_ids":
+        if self.formatting_func is None:
             content = read_row(row, self.kind, self.features)
         else:
             text = self.formatting_func(row)
@@ -164,18 +164,22 @@ class RowEncoder(PromptEncoder):
         if completion is not None and self.completion_only_loss:
             num_given = common_prefix_length(self.text(expansion.of(prompt)), tokens)
         encoded = {"input_ids": tokens, "labels": [-100] * num_given + tokens[num_given:]}
-        return encoded | self._image_columns(whole, expansion, tokens)
+        return self._with_images(encoded, whole, expansion)
 
     def _expansion(self, text: str, images: Sequence[Any]) -> Expansion:
         return self.images.expand(text, list(images)) if isinstance(self.images, ImageReader) else Expansion()
 
-    def _image_columns(self, text: str, expansion: Expansion, tokens: list[int]) -> dict[str, Any]:
-        """Returns the columns from which a batch gets its images."""
+    def _with_images(self, encoded: dict[str, Any], text: str, expansion: Expansion) -> dict[str, Any]:
+        """
+        Adds the columns from which a batch gets its images. Tokens that stand for images are not learned, because no target writes
+        them.
+        """
         if not expansion.replacements:
-            return {}
-        if expansion.input_ids != tokens:
+            return encoded
+        if expansion.input_ids != encoded["input_ids"]:
             raise RowError("the processor has other tokens for it than the tokenizer")
-        return {"image_text": text, "image_end": expansion.end}
+        labels = [-100 if kind else label for label, kind in zip(encoded["labels"], expansion.kinds)]
+        return encoded | {"labels": labels, "image_text": text, "image_end": expansion.end}
 
     def encode_chat(self, row: Row) -> dict[str, Any]:
         """Encodes a conversation, or a prompt and its completion that are messages."""
@@ -200,7 +204,7 @@ class RowEncoder(PromptEncoder):
             start = max(start, num_given)
             labels[start:end] = tokens[start:end]
         encoded = {"input_ids": tokens, "labels": labels, "lost": lost}
-        return encoded | self._image_columns(rendered, expansion, tokens)
+        return self._with_images(encoded, rendered, expansion)
 
     def _learned_turns(
         self, row: Row, text: str, tokens: list[int], spans: list[Span], expansion: Expansion

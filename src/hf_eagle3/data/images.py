@@ -133,8 +133,14 @@ class Expansion:
 
     token: str = ""  # stands for an image in the text
     replacements: list[str] = field(default_factory=list)  # what the processor writes for each image
-    input_ids: list[int] | None = None  # the processor's tokens of the whole text
-    end: int = 0  # the number of tokens up to the end of the last image
+    input_ids: list[int] = field(default_factory=list)  # the processor's tokens of the whole text
+    kinds: list[int] = field(default_factory=list)  # 0 for each token of text, and not 0 for those of images
+
+    @property
+    def end(self) -> int:
+        """The number of tokens up to the end of the last image."""
+        # Some mark no token (Ovis 2): then all are taken for an image.
+        return max((place + 1 for place, kind in enumerate(self.kinds) if kind), default=len(self.kinds))
 
     def of(self, text: str) -> str:
         """Returns the text, or a beginning of it, with all that the processor writes for images."""
@@ -207,14 +213,8 @@ class ImageReader:
         if "text_replacement_offsets" not in read:
             raise RowError(f"it has images, and {name} does not tell what it writes in place of one")
         kinds = read["mm_token_type_ids"] if "mm_token_type_ids" in read else read["token_type_ids"]
-        input_ids = list(read["input_ids"][0])
-        return Expansion(
-            token,
-            [each["replacement"] for each in read["text_replacement_offsets"][0]],
-            input_ids,
-            # Some mark no token (Ovis 2): then all are taken for an image.
-            max((place + 1 for place, kind in enumerate(kinds[0]) if kind), default=len(input_ids)),
-        )
+        replacements = [each["replacement"] for each in read["text_replacement_offsets"][0]]
+        return Expansion(token, replacements, list(read["input_ids"][0]), list(kinds[0]))
 
     def inputs(self, rows: list[dict[str, Any]], length: int, padding_side: str = "right") -> dict[str, torch.Tensor]:
         """

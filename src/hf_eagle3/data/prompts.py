@@ -34,7 +34,8 @@ def prompt_of(document: dict[str, list[int]], image_end: int = 0) -> torch.Tenso
         image_end (`int`, *optional*, defaults to 0): The number of tokens up to the end of the last image. All are in the prompt.
     """
     tokens, learned = document["input_ids"], [label != -100 for label in document["labels"]]
-    num_tokens = learned.index(True, image_end) if True in learned[image_end:] else 0
+    has_prompt = learned[:1] == [False] and True in learned[image_end:]
+    num_tokens = learned.index(True, image_end) if has_prompt else 0
     return torch.as_tensor(tokens[: num_tokens or max((len(tokens) + 1) // 2, image_end)])[None]
 
 

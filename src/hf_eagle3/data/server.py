@@ -65,7 +65,7 @@ async def regenerate_by_server(
         `int`: The number of rows that failed. Another run tries them again.
 
     Raises:
-        ConnectionRefusedError: if the server refuses all of the first requests with one status.
+        ConnectionRefusedError: if the server refuses all of the first requests, or so many later ones that the rows are not the cause.
         ConnectionError: if so many rows in succession get no answer that the server must be down. What is written stays.
         ValueError: if a prompt is a text. Servers answer messages.
     """
@@ -77,8 +77,8 @@ async def regenerate_by_server(
         connector=aiohttp.TCPConnector(limit=concurrency),
     ) as session:
         await asyncio.gather(*(client.work(session) for _ in range(concurrency)))
-    client.check_refused(is_end=True)
-    client.settle_refused()
+    client.check_server(is_end=True)
+    client.settle()
     return client.num_failed
 
 
@@ -95,10 +95,9 @@ class ServerClient:
     sampling: dict[str, Any]
     most_failed: int
     num_failed: int = 0
-    num_unanswered: int = 0  # rows that failed since the last answer
-    # Rows that were refused since the last answer. The next answer shows that the rows are the cause.
-    refused: list[tuple[int, aiohttp.ClientResponseError]] = field(default_factory=list)
     has_answered: bool = False
+    # Rows that got no answer since the last one, and why. The next answer shows that the server is not the cause.
+    unanswered: list[tuple[int, Exception]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.progress = tqdm(desc="Rows", initial=len(self.output.done), disable=None)
@@ -117,23 +116,19 @@ class ServerClient:
             except RowError as error:
                 self.output.leave_out(conversation.row, str(error))
             except Exception as error:
-                if is_refusal(error):
-                    self.refused.append((conversation.row, error))
-                else:
-                    self.fail(conversation.row, f"{type(error).__name__}: {error}")
-                    self.check_unanswered(conversation.row, error)
+                self.unanswered.append((conversation.row, error))
+                self.check_server()
             else:  # a full disk is no failure of the row, and must end the run
                 self.output.write(conversation.row, result)
                 self.progress.update()
-            self.check_refused()
 
     async def answer(self, session: aiohttp.ClientSession, conversation: Conversation) -> dict:
         """Asks for the answers of a conversation until it is finished, and returns the new row."""
         is_finished = False
         while not is_finished:
             choice = await self.request(session, conversation)
-            self.has_answered, self.num_unanswered = True, 0
-            self.settle_refused()
+            self.has_answered = True
+            self.settle()
             reason = choice.get("finish_reason") or "stop"
             reason = "tool_calls" if reason == "function_call" else reason
             if reason == "content_filter":
@@ -178,39 +173,37 @@ class ServerClient:
         logger.warning(f"Row {row} failed: {reason}")
         self.num_failed += 1
 
-    def check_unanswered(self, row: int, error: Exception) -> None:
-        """Counts a row without an answer. Stops the run after too many in succession."""
-        self.num_unanswered += 1
-        if self.num_unanswered < self.most_failed:
-            return
-        what = f"{self.base_url} stopped answering" if self.has_answered else f"No server answers at {self.base_url}"
-        raise ConnectionError(
-            f"{what}: {self.num_unanswered} rows in succession failed. Row {row}: {type(error).__name__}: {error}. Check the address "
-            "(`--base_url`) and the server's log. Finished rows are kept: the same command continues."
-        )
-
-    def settle_refused(self) -> None:
-        """Leaves out the refused rows, if a request was answered. Else another run tries them again."""
-        for row, error in self.refused:
-            if error.status in ROW_STATUS and self.has_answered:
+    def settle(self) -> None:
+        """Leaves out the rows that the server refused for their content, if it has answered others. The rest failed."""
+        for row, error in self.unanswered:
+            if self.has_answered and is_of_row(error):
                 self.output.leave_out(row, f"the server refuses it: {error.status} {error.message}")
             else:
                 self.fail(row, f"{type(error).__name__}: {error}")
-        self.refused.clear()
+        self.unanswered.clear()
 
-    def check_refused(self, is_end: bool = False) -> None:
-        """Stops the run if all requests are refused for a reason that is not in the rows."""
-        statuses = {error.status for _, error in self.refused}
-        is_of_rows = self.has_answered and statuses <= ROW_STATUS
-        has_stuck = len(statuses) == 1 and len(self.refused) >= self.most_failed
+    def check_server(self, is_end: bool = False) -> None:
+        """Stops the run if too many rows in succession got no answer, for a reason that is not in the rows."""
+        refused = [(row, error) for row, error in self.unanswered if is_refusal(error)]
+        refuses_all = 0 < len(refused) == len(self.unanswered)
         is_first_run = not (self.has_answered or self.output.done)
-        if self.refused and not is_of_rows and (has_stuck or is_end and is_first_run):
-            row, error = self.refused[0]
+        is_stuck = len(self.unanswered) >= self.most_failed or (is_end and is_first_run and refuses_all)
+        are_of_rows = self.has_answered and all(is_of_row(error) for _, error in self.unanswered)
+        if not is_stuck or are_of_rows:
+            return
+        if refuses_all:
+            row, error = refused[0]
             raise ConnectionRefusedError(
-                f"{self.base_url} refuses {len(self.refused)} requests in succession. Row {row}: {error.status} {error.message}. "
+                f"{self.base_url} refuses {len(refused)} requests in succession. Row {row}: {error.status} {error.message}. "
                 "Check the address (`--base_url`; most end with /v1), the name of the model (`--served_model_name`), the key "
                 "(`--api_key`) and the sampling arguments. No row was left out."
             )
+        row, failure = self.unanswered[-1]
+        what = f"{self.base_url} stopped answering" if self.has_answered else f"No server answers at {self.base_url}"
+        raise ConnectionError(
+            f"{what}: {len(self.unanswered)} rows in succession failed. Row {row}: {type(failure).__name__}: {failure}. Check the address "
+            "(`--base_url`) and the server's log. Finished rows are kept: the same command continues."
+        )
 
 
 def is_refusal(error: Exception) -> TypeGuard[aiohttp.ClientResponseError]:
@@ -218,6 +211,11 @@ def is_refusal(error: Exception) -> TypeGuard[aiohttp.ClientResponseError]:
     if not isinstance(error, aiohttp.ClientResponseError):
         return False
     return 400 <= error.status < 500 and error.status not in RETRIED_STATUS
+
+
+def is_of_row(error: Exception) -> TypeGuard[aiohttp.ClientResponseError]:
+    """Whether the server refuses a request for a reason that may be in the row."""
+    return is_refusal(error) and error.status in ROW_STATUS
 
 
 def seconds_asked(error: Exception) -> float:

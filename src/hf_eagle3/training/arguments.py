@@ -283,6 +283,12 @@ class Eagle3TrainingArguments(SFTConfig):
             )
         check_shares(self, "ttt_warmup")
         check_shares(self, "ttt_step_decay", "ttt_row_share", above_zero=True)
+        if self.packing and self.max_length is None:  # TRL would say so after all rows are tokenized
+            raise ValueError("`packing=True` fills rows of `max_length` tokens, which is None. Pass a `max_length`.")
+        if self.packing and self.truncation_mode == "keep_end":
+            raise ValueError(
+                "`truncation_mode='keep_end'` has no effect on packed rows, which keep the beginnings of texts. Leave it out, or `packing`."
+            )
         if self.eval_packing and not (self.packing or self.padding_free):
             raise ValueError(
                 "`eval_packing=True` needs `packing=True`: other batches are padded, and the documents of a row would read each other."

@@ -12,6 +12,7 @@ from trl import SFTTrainer
 
 from ..data.checks import check_is_dataset
 from ..remote_code.draft_model_eagle3 import DraftModel
+from .arguments import Eagle3TrainingArguments
 from .features import FeatureStore
 
 
@@ -28,14 +29,19 @@ UNUSED = {
 }
 
 
-def check_call(target_model: str | PreTrainedModel, kwargs: dict[str, Any]) -> None:
+def check_call(
+    target_model: str | PreTrainedModel, args: Eagle3TrainingArguments | None, kwargs: dict[str, Any]
+) -> None:
     """
     Checks what does not depend on the models.
 
     Raises:
-        TypeError: if `target_model` is not a target, an argument does not exist, or a data set is something else.
-        ValueError: if an argument of `SFTTrainer` would do nothing, or an adapter or a data set is of a kind that cannot be used.
+        TypeError: if `target_model` is not a target, `args` of another class, an argument does not exist, or a data set is something else.
+        ValueError: if an argument of `SFTTrainer` would do nothing, an adapter or a data set is of a kind that cannot be used, or there
+            is none to evaluate on.
     """
+    if not isinstance(args, Eagle3TrainingArguments | None):
+        raise TypeError(f"`args` must be `Eagle3TrainingArguments`, got {type(args).__name__}.")
     if isinstance(target_model, DraftModel) or not (isinstance(target_model, str) or hasattr(target_model, "config")):
         raise TypeError(
             "`target_model` must be the target, a causal language model or the name of one, and `model` the draft; "
@@ -60,6 +66,10 @@ def check_call(target_model: str | PreTrainedModel, kwargs: dict[str, Any]) -> N
         raise ValueError(f"`train_dataset` has splits {splits}: pass one of them, such as dataset[{splits[0]!r}].")
     if kwargs.get("eval_dataset") == {}:
         raise ValueError("`eval_dataset` has no data sets. Pass one, or leave `eval_dataset` out.")
+    if args is not None and args.eval_strategy != "no" and kwargs.get("eval_dataset") is None:
+        raise ValueError(
+            "`eval_strategy` asks for evaluation, but there is no `eval_dataset`. Pass one, or leave `eval_strategy` out."
+        )
     train_dataset, *evaluated = all_datasets(kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
     if any(isinstance(dataset, FeatureStore) for dataset in evaluated):
         raise ValueError("`eval_dataset` is a feature store, but evaluation decodes: pass a data set.")
@@ -78,13 +88,22 @@ def optimizer_name(kwargs: dict[str, Any]) -> str | None:
 
 
 def check_optimizer(trainer: Eagle3Trainer) -> None:
-    """Raises `ValueError` if the caller's optimizer has parameters of another model, which would leave the draft as it is."""
+    """
+    Raises `ValueError` if the caller's optimizer has parameters of another model, or only frozen ones, which would leave the draft as
+    it is.
+    """
     own = set(map(id, trainer.model.parameters()))
     groups = [] if trainer.optimizer is None else trainer.optimizer.param_groups
-    if others := sum(id(parameter) not in own for group in groups for parameter in group["params"]):
+    given = [parameter for group in groups for parameter in group["params"]]
+    if others := sum(id(parameter) not in own for parameter in given):
         raise ValueError(
             f"The optimizer has {others} parameters that are not the draft's. Make it from the parameters of the draft that you pass as "
             "`model`. If that stores no head, call `draft.pair_with(target)` before."
+        )
+    if given and not any(parameter.requires_grad for parameter in given):
+        raise ValueError(
+            "The optimizer has only frozen parameters. Those of an adapter are made with it (`peft_config`): pass "
+            "`optimizer_cls_and_kwargs` in place of `optimizers`, or a `PeftModel` as `model`."
         )
 
 
@@ -100,19 +119,34 @@ def check_parallelism(trainer: Eagle3Trainer) -> None:
             "With `even_batches=False` (`accelerator_config`) one process may finish a pass early, and the others wait until `ddp_timeout`. "
             "Leave `even_batches` at its default. Evaluation does not count repeated rows."
         )
-    if trainer.is_deepspeed_enabled and trainer.args.use_muon:
+    parallelism = trainer.accelerator.parallelism_config
+    if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
         raise ValueError(
-            "DeepSpeed splits parameters into flat pieces, and Muon needs whole matrices. Pass `use_muon=False`, or use FSDP2."
+            "Context and sequence parallelism (`cp_size` and `sp_size` of `parallelism_config`) give each process a part of a row, and the "
+            "unroll needs whole rows. Leave them out."
         )
-    if trainer.is_fsdp_enabled and "FULL_STATE_DICT" not in str(trainer.accelerator.state.fsdp_plugin.state_dict_type):
+    fsdp = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
+    are_flat = trainer.is_deepspeed_enabled or (fsdp is not None and fsdp.fsdp_version == 1)
+    if are_flat and trainer.args.use_muon:
+        raise ValueError(
+            "DeepSpeed and FSDP1 split parameters into flat pieces, and Muon needs whole matrices. Pass `use_muon=False`, or use FSDP2 "
+            "(`fsdp_version: 2`)."
+        )
+    if fsdp is not None and "FULL_STATE_DICT" not in str(fsdp.state_dict_type):
         raise ValueError(
             "`Trainer` cannot save a model that FSDP keeps in parts. Set `fsdp_state_dict_type: FULL_STATE_DICT` in "
             "accelerate's configuration, as in recipes/accelerate_configs/fsdp2.yaml."
         )
-    if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.activation_checkpointing:
+    if fsdp is not None and fsdp.activation_checkpointing:
         raise ValueError(
             "`fsdp_activation_checkpointing: true` is not supported: training-time test keeps the keys of every step, and a "
             "recomputed forward would add them again. Leave it out of accelerate's configuration."
+        )
+    has_own_vocabulary = trainer.draft.d2t is not None or trainer.args.draft_vocab_size is not None
+    if fsdp is not None and fsdp.cpu_ram_efficient_loading and has_own_vocabulary:
+        raise ValueError(
+            "`fsdp_cpu_ram_efficient_loading: true` loads no buffers, such as the draft vocabulary. Set it to false in accelerate's "
+            "configuration, as in recipes/accelerate_configs/fsdp2.yaml."
         )
     if trainer.args.sampled_vocab_size is not None and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         raise ValueError(

@@ -28,12 +28,13 @@ class TTTMetrics:
 
     def __init__(self, accelerator: Accelerator, args: Eagle3TrainingArguments):
         self.accelerator, self.args = accelerator, args
-        self.clear()
-
-    def clear(self) -> None:
-        """Drops all counts."""
         self.counts: dict[str, torch.Tensor] = {}
         self.loss_weights: dict[str, list[float]] = {"train": [], "eval": []}
+
+    def clear(self, mode: str) -> None:
+        """Drops the counts of a training or an evaluation that did not end."""
+        self.counts.pop(mode, None)
+        self.loss_weights[mode] = []
 
     def add(self, mode: str, outputs: TTTOutput) -> None:
         """Adds the counts of an unroll."""

@@ -65,7 +65,10 @@ def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, args: Eagle3TrainingAr
 
 
 class CheckedCollator:
-    """A caller's `collator`, with a check that its batches learn what the rows say. Those of transformers replace labels."""
+    """
+    A caller's `collator`, with a check that its batches learn what the rows say. Those of transformers replace labels. Batches that
+    are padded on the left are padded on the right instead, because images and stored features begin there.
+    """
 
     def __init__(self, collator: Callable):
         self.collator = collator
@@ -99,6 +102,11 @@ class CheckedCollator:
                 problem = "gives labels to tokens that the rows exclude"
         if problem is not None:
             raise ValueError(f"`data_collator` ({name}) {problem}. Leave it out, or correct it.")
+        mask = batch.get("attention_mask")
+        if isinstance(mask, torch.Tensor) and not mask[:, 0].all():
+            order = mask.int().argsort(dim=1, descending=True, stable=True)
+            of_tokens = {key: each for key, each in batch.items() if getattr(each, "shape", None) == mask.shape}
+            return {**batch, **{key: each.gather(1, order) for key, each in of_tokens.items()}}
         return dict(batch)
 
 
@@ -140,6 +148,9 @@ def encode(
     args = trainer.given_args
     dataset = plain_rows(dataset, name, decodes_images=formatting_func is not None)  # which may look at them
     texts = without_images(dataset)
+    if formatting_func is not None and "input_ids" in next(iter(texts), {}):  # such as `trainer.eval_dataset`
+        logger.warning(f"`formatting_func` has no effect on the {name} data, which has `input_ids`.")
+        formatting_func = None
     kind = "text" if formatting_func is not None else kind_of_data(texts, args.dataset_text_field, name)
     first = next(iter(texts))
     is_chat = kind in CONVERSATIONS or (kind == "prompt" and not isinstance(first["prompt"], str))

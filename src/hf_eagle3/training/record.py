@@ -81,11 +81,10 @@ FIXED_IN_SCRIPTS = ("dataset_config", "dataset_name", "dataset_train_split", "da
 
 
 def check_resumption(trainer: Eagle3Trainer, checkpoint: str) -> None:
-    """Raises `ValueError` if the training of a checkpoint is finished, or was begun with other data or settings."""
+    """Raises `ValueError` if the training of a checkpoint was begun with other data or settings."""
     path, state_path = (Path(checkpoint, name) for name in (TRAINING_RECORD, TRAINER_STATE_NAME))
     state = TrainerState.load_from_json(str(state_path))
     record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    check_unfinished(trainer.args, checkpoint, state, record)
     check_same_launch(trainer, checkpoint)
     check_same_draft(trainer, checkpoint)
     then, now = record.get("target_weights"), target_digest(trainer)
@@ -99,14 +98,9 @@ def check_resumption(trainer: Eagle3Trainer, checkpoint: str) -> None:
         check_same_settings(trainer, checkpoint, state, record)
 
 
-def check_unfinished(args: Eagle3TrainingArguments, checkpoint: str, state: TrainerState, record: dict) -> None:
-    """Raises `ValueError` if the training of a checkpoint is finished."""
-    max_steps: float = args.max_steps
-    if max_steps < 0:
-        default = type(args).num_train_epochs
-        then = record["arguments"].get("num_train_epochs", default) if record else state.num_train_epochs  # whole ones
-        max_steps = state.max_steps * args.num_train_epochs / then
-    if state.global_step >= max_steps:
+def check_unfinished(checkpoint: str, state: TrainerState) -> None:
+    """Raises `ValueError` if the `state` of a resumed training has all its steps already."""
+    if state.global_step >= state.max_steps:
         raise ValueError(
             f"{checkpoint} is the end of a finished training, of {state.global_step} steps. Its draft is there. To train it further, raise "
             "`max_steps` or `num_train_epochs`."

@@ -10,7 +10,7 @@ from transformers.utils import ModelOutput, logging
 
 from ..assisting import assist, context_manager
 from ..remote_code.draft_model_eagle3 import DraftModel
-from ..remote_code.outputs_eagle3 import aux_hidden_states, select_hidden_states
+from ..remote_code.outputs_eagle3 import TOKEN_TYPES, aux_hidden_states, select_hidden_states
 from .models import check_layers, check_vocabulary, without_adapter
 from .target_states import TargetStates
 from .ttt import TTTBatch, counted_rows, draft_loss
@@ -192,4 +192,6 @@ class DraftLearner:
         aux = aux_hidden_states(outputs, self.layer_ids, self.target_states.num_layers)
         distributions = self.target_states.distributions(outputs.last_hidden_state, self.draft.draft_token_ids)
         labels = input_ids if mask is None else input_ids.masked_fill(mask == 0, -100)
+        for kinds in (inputs[name] for name in TOKEN_TYPES if inputs.get(name) is not None):
+            labels = labels.masked_fill(kinds != 0, -100)  # of images
         return TTTBatch.of(inputs, aux.to(head), distributions, labels)

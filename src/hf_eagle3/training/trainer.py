@@ -64,7 +64,7 @@ from .preparation import (
     prepare_tokenizer,
     prepare_vocabulary,
 )
-from .record import check_resumption, order_of_rows, rows_with_images
+from .record import check_resumption, check_unfinished, order_of_rows, rows_with_images
 from .saving import DraftSavingTrainer, check_output_folder
 from .target_states import TargetStates
 from .ttt import TTTBatch, TTTOutput, counted_rows, documents_of, draft_loss
@@ -128,7 +128,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         args: Eagle3TrainingArguments | None = None,
         **kwargs: Any,
     ):
-        check_call(target_model, kwargs)
+        check_call(target_model, args, kwargs)
         target_name = target_model if isinstance(target_model, str) else target_model.config._name_or_path
         args = self._own_arguments(args, target_name)
         peft_config = kwargs.get("peft_config")
@@ -191,8 +191,6 @@ class Eagle3Trainer(DraftSavingTrainer):
         """Returns a copy of the arguments, because the caller may use them for other trainers."""
         if args is None:
             args = Eagle3TrainingArguments(f"{Path(target_name or 'draft').name}-eagle3")
-        if not isinstance(args, Eagle3TrainingArguments):
-            raise TypeError(f"`args` must be `Eagle3TrainingArguments`, got {type(args).__name__}.")
         args = copy.copy(args)
         if args.n_gpu > 1:  # `nn.DataParallel` cannot split the target's states of a batch
             logger.warning(
@@ -240,11 +238,15 @@ class Eagle3Trainer(DraftSavingTrainer):
         """Adds to batches what the target reads beside the tokens. Checks those of a caller's collator."""
         if is_callers:
             self.data_collator = CheckedCollator(self.data_collator)
-        elif isinstance(self.data_collator, DataCollatorForLanguageModeling) and self.padding_free:
+        elif isinstance(self.data_collator, DataCollatorForLanguageModeling) and (
+            self.padding_free or self._skip_prepare_dataset
+        ):
+            datasets = [each for each in all_datasets(self.train_dataset, self.eval_dataset) if each is not None]
+            are_packed = ["seq_lengths" in get_dataset_column_names(each) for each in datasets]
             # TRL joins packed rows to one. Most kinds of attention would then compute each row against all the others.
-            is_packed = "seq_lengths" in get_dataset_column_names(self.train_dataset)
-            self.data_collator.padding_free = self.args.padding_free and not is_packed
-            self.data_collator.return_position_ids = True
+            self.data_collator.padding_free = self.args.padding_free and not are_packed[0]
+            # By default TRL takes a row for one document if it was packed before (`skip_prepare_dataset`).
+            self.data_collator.return_position_ids = self.padding_free or any(are_packed)
         if store is not None:
             self.data_collator = FeatureCollator(self.data_collator, store)
         if isinstance(self.images, ImageReader):
@@ -345,16 +347,20 @@ class Eagle3Trainer(DraftSavingTrainer):
         return super().train(resume_from_checkpoint=self.resumed_from, **kwargs)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Returns the pass over the data, and how many of its batches come before the next one."""
+        """
+        Returns the pass over the data, and how many of its batches come before the next one. Raises `ValueError` if no step is left.
+        """
         place = super()._init_training_state(*args, **kwargs)
-        is_stream = not isinstance(self.train_dataset, Dataset)
-        if self.resumed_from is None or not is_stream or self.args.ignore_data_skip:
+        if self.resumed_from is None:
+            return place
+        check_unfinished(self.resumed_from, self.state)
+        if isinstance(self.train_dataset, Dataset) or self.args.ignore_data_skip:
             return place
         return place_in_stream(self.resumed_from, self.args.gradient_accumulation_steps)
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Drops the counts first: `auto_find_batch_size` may have begun with a larger batch. Locks the output folder."""
-        self.metrics.clear()
+        self.metrics.clear("train")
         folder = Path(self.args.output_dir, ".cache", "huggingface")  # whose files are not pushed
         folder.mkdir(parents=True, exist_ok=True)
         lock = locked(folder / "training.lock", self.args.output_dir) if self.accelerator.is_main_process else None
@@ -531,6 +537,7 @@ class Eagle3Trainer(DraftSavingTrainer):
     ) -> EvalLoopOutput:
         """Adds the metrics of training-time test, and the acceptance length of decoding with the draft."""
         self._move_target()  # training from stored features moves only the ends
+        self.metrics.clear("eval")  # of an evaluation that was interrupted
         with kept_precision(self.draft):
             output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
             metrics = self.metrics.pop("eval") | decoding_metrics(self, dataloader.dataset)
