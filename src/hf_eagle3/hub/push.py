@@ -3,13 +3,22 @@
 import json
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from huggingface_hub import CommitInfo, HfApi, ModelCard, get_token, snapshot_download
+from huggingface_hub import (
+    CommitInfo,
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    ModelCard,
+    get_token,
+    snapshot_download,
+)
 from huggingface_hub.errors import (
     EntryNotFoundError,
     LocalEntryNotFoundError,
@@ -39,6 +48,18 @@ GONE = (
     "The draft's target is {!r}, which is no folder here, and no model on the Hub that this token can read. Users of the draft could "
     "not find it. Push with the target's name on the Hub (`recipes/push.py --target OWNER/NAME`), with a token that can read that, or "
     "from where its folder is."
+)
+# Files of an earlier push. They may belong to other weights, or another version of the code.
+REPLACED = (
+    TRAINING_RECORD,
+    BENCHMARK_RECORD,
+    *PLOTS,
+    "*_eagle3.py",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.bin",
+    "*.bin.index.json",
+    "adapter_*",
 )
 NUMBER = int | float
 # The types of what a card tells of a training, by the parts of its record.
@@ -137,29 +158,32 @@ def push_draft(
         else:
             card.validate()
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True, token=token).repo_id
-        if revision is not None and not create_pr:
+        # Pull requests (`refs/pr/1`) are no branches that could be made.
+        if revision is not None and not create_pr and not revision.startswith("refs/pr"):
             api.create_branch(repo_id, branch=revision, exist_ok=True, token=token)
-        return api.upload_folder(
-            repo_id=repo_id,
-            folder_path=folder,
+        # `upload_folder` may need several commits, and deletes in folders, too.
+        return api.create_commit(
+            repo_id,
+            operations(Path(folder), api.list_repo_files(repo_id, revision=revision, token=token)),
             commit_message=commit_message or "Upload draft",
             commit_description=commit_description,
             token=token,
             revision=revision,
             create_pr=create_pr,
-            # Old files may belong to other weights, or another version of the code.
-            delete_patterns=[
-                TRAINING_RECORD,
-                BENCHMARK_RECORD,
-                *PLOTS,
-                "*_eagle3.py",
-                "*.safetensors",
-                "*.safetensors.index.json",
-                "*.bin",
-                "*.bin.index.json",
-                "adapter_*",
-            ],
         )
+
+
+def operations(folder: Path, held: Iterable[str]) -> list[CommitOperationAdd | CommitOperationDelete]:
+    """
+    Returns what puts the files of a folder into a repo that has files with the names `held`. Files of an earlier push are
+    deleted, but none in folders: these may have checkpoints of a training, or other drafts.
+    """
+    new = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    old = {name for name in held if "/" not in name and any(fnmatchcase(name, pattern) for pattern in REPLACED)}
+    return [
+        *(CommitOperationDelete(name) for name in sorted(old - new.keys())),
+        *(CommitOperationAdd(name, path) for name, path in new.items()),
+    ]
 
 
 def write_draft(
