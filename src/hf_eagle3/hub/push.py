@@ -29,7 +29,7 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from ..checkpoints.files import check_new_folder, check_repo, full_name, verifier_without_path
-from ..environment import is_path, public_name, without_paths
+from ..environment import is_missing_folder, is_path, public_name, without_paths
 from ..evaluation import BenchmarkResults, plot_all
 from ..evaluation.plots import PLOTS
 from ..file_checks import read_json
@@ -151,6 +151,7 @@ def push_draft(
             **license_of(existing, license, license_name, license_link),
             tags=tags or (),
             max_shard_size=max_shard_size,
+            token=token,
         )
         if existing is not None and is_edited(existing) and not overwrite_card:
             logger.warning(f"The card of {repo_id} was edited by hand and is kept. `overwrite_card=True` replaces it.")
@@ -194,6 +195,7 @@ def write_draft(
     training: dict | None = None,
     benchmark: BenchmarkResults | None = None,
     max_shard_size: int | str = "50GB",
+    token: bool | str | None = None,
     **card: Any,
 ) -> ModelCard:
     """
@@ -203,7 +205,7 @@ def write_draft(
         draft ([`Eagle3ForSpeculation`]): The draft.
         folder (`str` or `Path`): A new or empty folder.
         repo_id (`str`): `<owner>/<name>`, for the card.
-        training, benchmark, max_shard_size (*optional*): See [`push_draft`].
+        training, benchmark, max_shard_size, token (*optional*): See [`push_draft`].
         card (*optional*): More arguments of [`render_card`], such as `license`.
 
     Returns:
@@ -220,7 +222,7 @@ def write_draft(
             "This draft has an adapter beside its weights, and engines do not read adapters. Load its base, merge the adapter "
             "into it (`PeftModel.from_pretrained(base, adapter).merge_and_unload()`), and push the result."
         )
-    training, benchmark = records_of(draft, training, benchmark)
+    training, benchmark = records_of(draft, training, benchmark, token)
     if benchmark is not None:
         benchmark = BenchmarkResults(without_paths(benchmark.run), benchmark.measurements)
     verifier = draft.config.verifier
@@ -240,7 +242,10 @@ def write_draft(
 
 
 def records_of(
-    draft: Eagle3ForSpeculation, training: dict | None, benchmark: BenchmarkResults | None
+    draft: Eagle3ForSpeculation,
+    training: dict | None,
+    benchmark: BenchmarkResults | None,
+    token: bool | str | None = None,
 ) -> tuple[dict | None, BenchmarkResults | None]:
     """
     Returns the training record and the benchmark of a draft: those that are passed, or else those beside the draft that are
@@ -251,7 +256,7 @@ def records_of(
     found = dict(given)
     for name, record in given.items():
         if record is None and source:
-            found[name] = record_beside(source, name, **getattr(draft, "loaded_with", {}))
+            found[name] = record_beside(source, name, token=token, **getattr(draft, "loaded_with", {}))
     if not any(found.values()):
         return None, None
     digest = weights_digest(draft.state_dict())
@@ -268,7 +273,9 @@ def records_of(
 
 
 def record_beside(source: str, name: str, **hub_kwargs: Any) -> dict | BenchmarkResults | None:
-    """Returns a record from the folder or repo that a draft was loaded from, or `None`."""
+    """Returns a record from the folder or repo that a draft was loaded from, or `None`, also if the folder is gone."""
+    if is_missing_folder(source):
+        return None
     try:
         path = find(source, name, **hub_kwargs)
     except OSError as error:
