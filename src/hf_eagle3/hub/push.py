@@ -395,7 +395,8 @@ def refresh_card(
     )
     if (folder / "config.json").exists():
         stated = license_of(existing, license, license_name, license_link)
-        card = card_of_records(repo_id, folder, published=published, **stated)
+        tags = [] if existing is None or is_edited(existing) else existing.data.tags or []
+        card = card_of_records(repo_id, folder, published=published, tags=tags, **stated)
     elif (folder / "adapter_config.json").exists():
         return "an adapter, kept"
     elif untrained is not None:
