@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -209,6 +210,7 @@ def test_a_branch_for_sglang(tmp_path):
     commands = [
         ["export.py", repo, "--to", "sglang", "--output_dir", folder, "--push_to", repo, "--revision", "sglang"],
         ["inspect_draft.py", repo, "--revision", "sglang"],
+        ["export.py", repo, "--to", "sglang", "--output_dir", f"{folder}-2", "--push_to", "exports"],  # a new repo
     ]
     script = f"""
 import runpy, sys
@@ -227,6 +229,7 @@ for sys.argv in {commands}:
         branches = hub.repos[repo]
     assert len(branches["main"]) == 1
     pushed = branches["sglang"][-1]
+    assert hub.repos["me/exports"]["sglang"][-1] == {name: pushed[name] for name in ("config.json", "model.safetensors")}
     assert json.loads(pushed["config.json"])["architectures"] == ["LlamaForCausalLMEagle3"]
     assert not [name for name in pushed if name.endswith(".py")] and "generation_config.json" not in pushed
     assert pushed["model.safetensors"] == (tmp_path / "sglang" / "model.safetensors").read_bytes()
@@ -240,6 +243,7 @@ def test_a_branch_does_not_name_a_folder(tmp_path, monkeypatch, run_recipe):
     draft.save_pretrained(tmp_path / "draft")
     for name in ("create_branch", "upload_folder", "list_repo_files"):
         monkeypatch.setattr(HfApi, name, lambda *args, **kwargs: [])
+    monkeypatch.setattr(HfApi, "create_repo", lambda api, repo_id, **kwargs: SimpleNamespace(repo_id=repo_id))
     command = ("export.py", tmp_path / "draft", "--to", "speculators", "--output_dir")
     run_recipe(*command, tmp_path / "pushed", "--push_to", "me/draft")
     run_recipe(*command, tmp_path / "kept")
