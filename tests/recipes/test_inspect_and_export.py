@@ -35,6 +35,13 @@ def test_inspect_and_export(tmp_path, run_recipe):
     assert str(tmp_path / "target") in lines["target"] and "recipes/push.py" in lines["target"]
     assert len(lines) < 25
 
+    unnamed = Eagle3ForSpeculation.from_pretrained(tmp_path / "draft")
+    unnamed.config.speculators_config = None
+    unnamed.save_pretrained(tmp_path / "unnamed")
+    result = run_recipe("inspect_draft.py", tmp_path / "unnamed", "--target", tmp_path / "target")
+    (line,) = (line for line in result.stdout.splitlines() if line.startswith("vLLM "))
+    assert "takes it after recipes/export.py --to speculators --target TARGET" in line
+
     nowhere = ("--output_dir", tmp_path / "nowhere")
     for option, value in (("--target_gguf", "target.gguf"), ("--python", sys.executable)):
         result = run_recipe("export.py", tmp_path / "draft", "--to", "sglang", option, value, *nowhere)
