@@ -487,14 +487,11 @@ def test_a_header_that_cannot_be_fetched(hub, tmp_path, monkeypatch):
     """Without the names of its tensors, a draft would be a Llama with random weights."""
     target = make_target("llama", num_hidden_layers=8)
     export(Eagle3ForSpeculation.from_target(target, **FORMS["classic"]), tmp_path / "sglang", "sglang")
-    files = {path.name: path.read_bytes() for path in (tmp_path / "sglang").iterdir()}
-    hub.repos[REPO] = {"main": [files]}
-
-    def times_out(*args, **kwargs):
-        raise TimeoutError
-
-    monkeypatch.setattr(HfApi, "parse_safetensors_file_metadata", times_out)
-    assert type(AutoModel.from_pretrained(REPO)) is Eagle3ForSpeculation
+    for repo in (REPO, "me/other"):
+        files = {f"small/{path.name}": path.read_bytes() for path in (tmp_path / "sglang").iterdir()}
+        hub.repos[repo] = {"main": [files]}
+        assert type(AutoModel.from_pretrained(repo, subfolder="small")) is Eagle3ForSpeculation
+        monkeypatch.setattr(HfApi, "parse_safetensors_file_metadata", lambda *args, **kwargs: 1 / 0)
 
 
 def test_records_of_a_private_repo_and_of_a_folder_that_is_gone(hub, draft, tmp_path, monkeypatch):
