@@ -483,6 +483,17 @@ def test_a_card_is_refreshed_without_weights(hub):
     assert refresh_card(REPO) == "unchanged"
 
 
+def test_a_card_tells_of_no_other_weights(hub, draft, tmp_path):
+    """Also if somebody uploaded the draft without its records, beside those of the draft before."""
+    push_draft(draft, REPO, training=training_of(draft), benchmark=benchmark_of(draft))
+    assert refresh_card(REPO) == "unchanged"
+    make_draft(make_target("qwen3"), [make_prompt(5)]).save_pretrained(tmp_path / "draft")
+    HfApi().upload_folder(repo_id=REPO, folder_path=tmp_path / "draft")
+    assert refresh_card(REPO) == "refreshed"
+    card = files_of(hub)["README.md"].decode()
+    assert "Not measured yet." in card and "How it was trained is not recorded" in card
+
+
 def test_a_header_that_cannot_be_fetched(hub, tmp_path, monkeypatch):
     """Without the names of its tensors, a draft would be a Llama with random weights."""
     target = make_target("llama", num_hidden_layers=8)

@@ -260,16 +260,22 @@ def records_of(
     if not any(found.values()):
         return None, None
     digest = weights_digest(draft.state_dict())
-    for name, record in found.items():
-        if record is None or weights_of(record) == digest:
-            continue
-        if given[name] is not None:
+    for name, record in given.items():
+        if record is not None and weights_of(record) != digest:
             raise ValueError(
                 f"The {Path(name).stem} record is about other weights. Measure this draft (`recipes/benchmark.py --json`)."
             )
-        logger.warning(f"{name} of {source} is about other weights than this draft's, and is left out.")
-        found[name] = None
-    return found[TRAINING_RECORD], found[BENCHMARK_RECORD]
+    return records_about(digest, found, source)
+
+
+def records_about(digest: str | None, found: dict[str, Any], source: str) -> tuple[dict | None, BenchmarkResults | None]:
+    """Returns the training record and the benchmark that are about the weights with this digest. Warns of others."""
+    kept = dict(found)
+    for name, record in found.items():
+        if record is not None and weights_of(record) != digest:
+            logger.warning(f"{name} of {source} is about other weights than this draft's, and is left out.")
+            kept[name] = None
+    return kept[TRAINING_RECORD], kept[BENCHMARK_RECORD]
 
 
 def record_beside(source: str, name: str, **hub_kwargs: Any) -> dict | BenchmarkResults | None:
@@ -424,11 +430,8 @@ def card_of_records(repo_id: str, folder: Path, **kwargs: Any) -> ModelCard:
         draft = Eagle3ForSpeculation(config)
     if (folder / "generation_config.json").exists():
         draft.generation_config = GenerationConfig.from_pretrained(folder)
-    training: Any = read_record(folder / TRAINING_RECORD)
-    benchmark: Any = read_record(folder / BENCHMARK_RECORD)
-    if training and benchmark and weights_of(training) != weights_of(benchmark):
-        logger.warning(
-            f"{BENCHMARK_RECORD} of {repo_id} is about other weights than {TRAINING_RECORD}, and is left out."
-        )
-        benchmark = None
+    found = {name: read_record(folder / name) for name in (TRAINING_RECORD, BENCHMARK_RECORD)}
+    saved = read_json(folder / "config.json").get("weights_digest")
+    known = [weights_of(record) for record in found.values() if record is not None]
+    training, benchmark = records_about(saved or next(iter(known), None), found, repo_id)
     return render_card(repo_id, draft, training=training, benchmark=benchmark, **kwargs)
