@@ -595,7 +595,7 @@ def test_a_record_that_was_edited_is_named(hub, draft, tmp_path, changes, wrong)
     assert (REPO in hub.repos) == (wrong is None)
 
 
-def test_push_recipe(hub, draft, tmp_path, run_recipe):
+def test_push_recipe(hub, draft, tmp_path, run_recipe, caplog):
     draft.save_pretrained(tmp_path / "draft")
     benchmark_of(draft).write(tmp_path / "results.jsonl")
     options = ["--benchmark", tmp_path / "results.jsonl", "--target", "big/Model-8B", "--dtype", "bfloat16"]
@@ -610,6 +610,12 @@ def test_push_recipe(hub, draft, tmp_path, run_recipe):
     }.items() <= files.items()
     pushed = Eagle3ForSpeculation.from_pretrained(repo)
     assert pushed.dtype == torch.bfloat16 and pushed.config.verifier == "big/Model-8B"
+    export(draft, tmp_path / "flat", "sglang")
+    result = run_recipe("push.py", tmp_path / "flat")
+    assert result.returncode == 2 and "run recipes/export.py --to speculators --target first" in result.stderr
+    caplog.clear()
+    run_recipe("push.py", tmp_path / "flat", "--repo_id", "me/flat", "--dry_run", tmp_path / "flat-dry")
+    assert "does not name its target" in caplog.text and "nobody else can use" not in caplog.text
     del draft.config.speculators_config["verifier"]
     draft.save_pretrained(tmp_path / "unnamed")
     result = run_recipe("push.py", tmp_path / "unnamed", "--target", "big/Model-8B", "--dry_run", tmp_path / "named")

@@ -228,7 +228,7 @@ def write_draft(
     verifier = draft.config.verifier
     if not is_path(verifier) and re.search(r"\\|/.*/", verifier):  # ids of the Hub have one slash
         raise ValueError(GONE.format(verifier))
-    if not is_hub_id(verifier):
+    if draft.config.speculators_config is not None and not is_hub_id(verifier):  # without it, saving warns
         logger.warning(
             f"The draft's target is {verifier}, which is not on the Hub, so nobody else can use the draft. The published files name it "
             f"{public_name(verifier)!r}. If the target has another name on the Hub, push with `recipes/push.py --target`."
