@@ -236,7 +236,9 @@ for sys.argv in {commands}:
         branches = hub.repos[repo]
     assert len(branches["main"]) == 1
     pushed = branches["sglang"][-1]
-    assert hub.repos["me/exports"]["sglang"][-1] == {name: pushed[name] for name in ("config.json", "model.safetensors")}
+    assert hub.repos["me/exports"]["sglang"][-1] == {
+        name: pushed[name] for name in ("config.json", "model.safetensors")
+    }
     assert json.loads(pushed["config.json"])["architectures"] == ["LlamaForCausalLMEagle3"]
     assert not [name for name in pushed if name.endswith(".py")] and "generation_config.json" not in pushed
     assert pushed["model.safetensors"] == (tmp_path / "sglang" / "model.safetensors").read_bytes()

@@ -268,7 +268,9 @@ def records_of(
     return records_about(digest, found, source)
 
 
-def records_about(digest: str | None, found: dict[str, Any], source: str) -> tuple[dict | None, BenchmarkResults | None]:
+def records_about(
+    digest: str | None, found: dict[str, Any], source: str
+) -> tuple[dict | None, BenchmarkResults | None]:
     """Returns the training record and the benchmark that are about the weights with this digest. Warns of others."""
     kept = dict(found)
     for name, record in found.items():
@@ -401,7 +403,7 @@ def refresh_card(
     )
     if (folder / "config.json").exists():
         stated = license_of(existing, license, license_name, license_link)
-        tags = [] if existing is None or is_edited(existing) else existing.data.tags or []
+        tags = [] if existing is None or is_edited(existing) else existing.data.get("tags") or []
         card = card_of_records(repo_id, folder, published=published, tags=tags, **stated)
     elif (folder / "adapter_config.json").exists():
         return "an adapter, kept"
