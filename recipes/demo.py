@@ -24,11 +24,13 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, SpaceCardData
+from huggingface_hub.errors import RepositoryNotFoundError
 from transformers import BatchEncoding, set_seed
 from transformers.generation.streamers import BaseStreamer
 
 from hf_eagle3 import Eagle3GenerationStats, Eagle3Step
 from hf_eagle3.checkpoints import target_class
+from hf_eagle3.checkpoints.files import full_name
 from hf_eagle3.drawing import NUM_DEPTHS, color, decode, describe_origin, describe_step, tree_svg
 from hf_eagle3.environment import (
     DTYPES,
@@ -405,7 +407,7 @@ def push_space(repo_id: str, target: str, draft: str, package: str, private: boo
     Makes the page a Space on the Hub, in one commit. `package` is the line of its requirements.txt.
 
     Raises:
-        ValueError: if target or draft are not on the Hub.
+        ValueError: if target or draft are not on the Hub, or the Space has another page.
         ModuleNotFoundError: if gradio is not installed. The Space gets the installed version.
     """
     for name in (target, draft):
@@ -420,6 +422,13 @@ def push_space(repo_id: str, target: str, draft: str, package: str, private: boo
     api = HfApi()
     for name in (target, draft):
         api.model_info(name)
+    repo_id = full_name(repo_id, None)
+    try:
+        held = set(api.list_repo_files(repo_id, repo_type="space"))
+    except RepositoryNotFoundError:
+        held = set()
+    if "demo.py" not in held and held - {".gitattributes", "README.md"}:  # which a new Space has
+        raise ValueError(f"The Space {repo_id} has another page, which would be replaced. Choose another name.")
     card = SpaceCardData(
         title=repo_id.split("/")[-1],
         sdk="gradio",

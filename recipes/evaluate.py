@@ -62,7 +62,7 @@ def main():
         "--batch_size", type=positive_integer, default=1, help="By default %(default)s, which gains most"
     )
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="auto", help="Dtype of target and draft. By default each one's own"
+        "--dtype", choices=DTYPES, default="auto", help="Dtype of target and draft. By default the target's own"
     )
     add_quantization(parser)
     parser.add_argument("--json", help="JSON file to write the results to")

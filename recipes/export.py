@@ -67,16 +67,17 @@ def main():
     print(f"Wrote {args.draft} in the {args.to} format to {args.output_dir}.")
     if args.push_to:
         api, branch = HfApi(), args.revision or args.to
-        api.create_branch(args.push_to, branch=branch, exist_ok=True)
+        repo_id = api.create_repo(args.push_to, exist_ok=True).repo_id
+        api.create_branch(repo_id, branch=branch, exist_ok=True)
         api.upload_folder(
-            repo_id=args.push_to,
+            repo_id=repo_id,
             folder_path=args.output_dir,
             revision=branch,
             # A new branch begins with the files of the main branch.
             delete_patterns=["*.json", "*.py", "*.safetensors"],
             commit_message=f"The draft in the {args.to} format",
         )
-        print(f"Pushed it to the branch {branch} of {args.push_to}.")
+        print(f"Pushed it to the branch {branch} of {repo_id}.")
 
 
 if __name__ == "__main__":

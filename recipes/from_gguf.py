@@ -15,13 +15,14 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from hf_eagle3.checkpoints.files import check_new_folder
 from hf_eagle3.environment import run_script
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="The GGUF file")
-    parser.add_argument("output_dir", help="Folder to write to")
+    parser.add_argument("output_dir", help="A new folder")
     args = parser.parse_args()
     try:
         import gguf  # noqa: F401  transformers needs it, and reports too late that it is missing
@@ -29,6 +30,7 @@ def main():
         parser.error("this needs gguf: pip install gguf")
     if not args.file.is_file():
         parser.error(f"there is no file {args.file}")
+    check_new_folder(args.output_dir)
     source = {"pretrained_model_name_or_path": args.file.parent, "gguf_file": args.file.name}
     quantization_config = GgufConfig(dequantize=True)  # packed weights cannot be saved
     target = AutoModelForCausalLM.from_pretrained(

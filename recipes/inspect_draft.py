@@ -187,6 +187,8 @@ def main():
     if args.prompt is not None and args.target is None:
         parser.error("--prompt needs a model that continues it: pass --target")
     draft, info = load_draft(args.draft, revision=args.revision, subfolder=args.subfolder, output_loading_info=True)
+    if info["format"] == "speculators" and draft.config.speculators_config is None:
+        info["format"] += ", without a target"  # vLLM does not take it as it is, whatever it is paired with below
     rows, fits = [*describe(draft, info), ("transformers", "generate(assistant_model=draft)")], []
     if args.target:
         try:

@@ -17,7 +17,7 @@ from pathlib import Path
 import yaml
 from huggingface_hub import HfApi, ModelCard
 
-from hf_eagle3.hub import card_of_records, refresh_card, render_card, repo_name
+from hf_eagle3.hub import card_of_records, card_on_hub, refresh_card, render_card, repo_name
 
 
 RECIPES = Path(__file__).parent
@@ -86,10 +86,12 @@ def push(owner: str, create: bool, title: str, overwrite_card: bool) -> None:
     for repo_id in repos:
         verifier, pairing = by_repo.get(repo_id.split("/")[1], (None, {}))
         try:
+            card = card_on_hub(repo_id)
+            is_stated = card is not None and card.data.license is not None  # whoever pushed it chose it
             outcome = refresh_card(
                 repo_id,
                 published=pairing.get("published") or (),
-                license=pairing.get("license"),
+                license=None if is_stated else pairing.get("license"),
                 untrained=untrained_card(verifier, pairing, owner) if "recipe" in pairing else None,
                 overwrite_card=overwrite_card,
             )

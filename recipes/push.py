@@ -43,9 +43,9 @@ def main():
     benchmark = BenchmarkResults.read(args.benchmark) if args.benchmark else None
 
     draft = Eagle3ForSpeculation.from_pretrained(args.draft, dtype=args.dtype)
+    if draft.config.speculators_config is None and (args.target is not None or args.repo_id is None):
+        parser.error("this draft's format names no target: run recipes/export.py --to speculators --target first")
     if args.target is not None:
-        if draft.config.speculators_config is None:
-            parser.error("this draft's format names no target: run recipes/export.py --to speculators --target first")
         draft.config.speculators_config.setdefault("verifier", {})["name_or_path"] = args.target
     verifier = (draft.config.speculators_config or {}).get("verifier", {})
     if args.repo_id is None and not verifier.get("name_or_path"):

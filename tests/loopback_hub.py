@@ -121,6 +121,8 @@ def create_repo(self, body):
 
 
 def create_branch(self, body, repo, revision):
+    if revision.startswith("refs/"):
+        return self.error(400, "BadRequest", f"{revision} is no name of a branch")
     if revision in self.hub.repos[repo]:
         return self.error(409, "Conflict", "Reference already exists")
     self.hub.repos[repo][revision] = list(self.hub.repos[repo]["main"])
@@ -266,7 +268,8 @@ def tree(self, body, repo, revision):
 
 
 def resolve(self, body, repo, revision, name):
-    if repo not in self.hub.repos:
+    is_hidden = repo in self.hub.private and "Authorization" not in self.headers
+    if repo not in self.hub.repos or is_hidden:
         return self.error(404, "RepoNotFound", f"{repo} not found")
     try:
         files = self.hub.commits(repo, revision)[-1]
@@ -279,7 +282,7 @@ def resolve(self, body, repo, revision, name):
 
 
 SLUG = r"(?P<slug>[^/]+/[^/]+)"
-REPO, REVISION = r"(?P<repo>[^/]+/[^/]+)", r"(?P<revision>[^/]+)"
+REPO, REVISION = r"(?P<repo>[^/]+/[^/]+)", r"(?P<revision>refs/pr/\d+|[^/]+)"
 OTHER = r"(?P<repo>(?:spaces|datasets)/[^/]+/[^/]+)"
 ROUTES = (
     ("GET", "/api/whoami-v2", whoami),

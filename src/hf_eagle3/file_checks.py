@@ -23,7 +23,7 @@ from .config_checks import NO_CONFIG
 from .environment import is_missing_folder
 from .remote_code.auto_eagle3 import logger
 from .remote_code.configuration_eagle3 import default_aux_layer_ids
-from .remote_code.loading_eagle3 import check_loading_info, read_config
+from .remote_code.loading_eagle3 import check_loading_info
 from .tensor_names import HUB_ARGUMENTS, LENIENT, WEIGHT_FILES, check_is_reachable, find, our_names, with_variant
 
 
@@ -153,9 +153,10 @@ def check_token_ids(generation_config: dict[str, Any]) -> None:
             raise ValueError(f"`{name}` is {value!r}, but must be the id of a token.")
 
 
-def check_files(source: str | Path, variant: str | None = None, **hub_kwargs: Any) -> None:
+def check_files(source: str | Path, variant: str | None = None, **hub_kwargs: Any) -> dict[str, Any] | None:
     """
-    Checks the files of a checkpoint that transformers reads, or silently passes over if they are broken.
+    Returns the content of a checkpoint's `config.json`, or `None` if there is none. Checks the files that transformers reads, or
+    silently passes over if they are broken.
 
     Raises:
         FileNotFoundError: if the folder does not exist.
@@ -164,8 +165,8 @@ def check_files(source: str | Path, variant: str | None = None, **hub_kwargs: An
     if is_missing_folder(str(source)):
         raise FileNotFoundError(f"There is no folder {source}. Pass the folder of a draft, or a Hub id (owner/name).")
     path = find(source, "config.json", **hub_kwargs)
-    config = {} if path is None else read_json(path)
-    is_quantized = bool(config.get("quantization_config") or config.get("quantization"))
+    content = None if path is None else read_json(path)
+    is_quantized = any((content or {}).get(name) for name in ("quantization_config", "quantization"))
     candidates = ((name, find(source, with_variant(name, variant), **hub_kwargs)) for name in WEIGHT_FILES)
     name, path = next(((name, path) for name, path in candidates if path is not None), ("", None))
     paths = [path]
@@ -176,6 +177,20 @@ def check_files(source: str | Path, variant: str | None = None, **hub_kwargs: An
             check_weights_file(path, is_quantized)
     if (path := find(source, "generation_config.json", **hub_kwargs)) is not None:
         check_token_ids(read_json(path))
+    return content
+
+
+def check_adapter(source: str, **hub_kwargs: Any) -> None:
+    """Raises `ValueError` if a folder or repo without a `config.json` has no adapter either, or one that does not name its draft."""
+    adapter = find(source, "adapter_config.json", **{**hub_kwargs, **LENIENT})
+    if adapter is None:
+        check_is_reachable(source, "config.json", **hub_kwargs)
+        raise ValueError(f"{source}: {NO_CONFIG}")
+    if read_json(adapter).get("base_model_name_or_path") is None:
+        raise ValueError(
+            f"{source} is an adapter that does not name its draft (`base_model_name_or_path`). Load the draft, and pass both "
+            "to `PeftModel.from_pretrained`."
+        )
 
 
 def read_draft(
@@ -199,28 +214,17 @@ def read_draft(
     Raises:
         ValueError: see [`~draft_model_eagle3.DraftModel.from_pretrained`].
     """
-    source, variant, content = str(path), kwargs.get("variant"), None
+    source, variant = str(path), kwargs.get("variant")
     report: dict[str, Any] = {}
-    if path is not None:
-        check_files(source, variant, **hub_kwargs)
-        content = read_config(source, **hub_kwargs)
-        if content is None and kwargs.get("config") is None:
-            adapter = find(source, "adapter_config.json", **{**hub_kwargs, **LENIENT})
-            if adapter is None:
-                check_is_reachable(source, "config.json", **hub_kwargs)
-                raise ValueError(f"{source}: {NO_CONFIG}")
-            if read_json(adapter).get("base_model_name_or_path") is None:
-                raise ValueError(
-                    f"{source} is an adapter that does not name its draft (`base_model_name_or_path`). Load the draft, and pass both "
-                    "to `PeftModel.from_pretrained`."
-                )
+    content = None if path is None else check_files(source, variant, **hub_kwargs)
+    if path is not None and content is None and kwargs.get("config") is None:
+        check_adapter(source, **hub_kwargs)
     if content is not None and not cls.config_class.recognises(content, source):
         from . import checkpoints  # here, because that module imports this one
 
         config, tensors, report = checkpoints.read(content, source, variant=variant, **hub_kwargs)
         path, kwargs = None, {**checkpoints.with_config(config, kwargs), "state_dict": tensors}
-    files = None if content is None else source
-    draft, info = read_and_mend(partial(read, path, *args), kwargs, files, **hub_kwargs)
+    draft, info = read_and_mend(partial(read, path, *args), kwargs, source, content, **hub_kwargs)
     check_loading_info(info, source)
     check_draft_vocabulary(draft, source)
     if report:
@@ -232,7 +236,8 @@ def read_draft(
 def read_and_mend(
     read: Callable[..., tuple["DraftModel", dict[str, Any]]],
     kwargs: dict[str, Any],
-    source: str | None,
+    source: str,
+    content: dict[str, Any] | None,
     **hub_kwargs: Any,
 ) -> tuple["DraftModel", dict[str, Any]]:
     """
@@ -240,11 +245,9 @@ def read_and_mend(
     of tensors, and whether a table is stored.
 
     `read` is `from_pretrained` of transformers, with the arguments `kwargs`. It also returns its report of missing and
-    unexpected tensors, which leaves here without what was mended. `source` is a folder or Hub id, or `None` if there are no
-    files.
+    unexpected tensors, which leaves here without what was mended. `content` is that of the `config.json` of the folder or Hub id
+    `source`, or `None` if there is none.
     """
-    path = None if source is None else find(source, "config.json", **hub_kwargs)
-    content = {} if path is None else read_json(path)
     with without_load_report():
         draft, info = read(**kwargs)
         names = our_names(info["unexpected_keys"])
@@ -256,7 +259,7 @@ def read_and_mend(
             draft.config.has_own_embed_tokens |= has_table
             # transformers would take the caller's, which it has put there, for that of quantized weights.
             draft.config.__dict__.pop("quantization_config", None)
-            if (stored := content.get("quantization_config")) is not None:
+            if (stored := (content or {}).get("quantization_config")) is not None:
                 draft.config.quantization_config = stored
             kwargs = {name: kwargs[name] for name in kwargs.keys() - fields_among(kwargs, draft.config)}
             key_mapping = renamed or kwargs.get("key_mapping")
@@ -266,23 +269,22 @@ def read_and_mend(
 
         info["missing_keys"].remove("lm_head.weight")
         resize_head(draft.get_output_embeddings(), 0)
-    if source is not None:
-        check_num_states(draft, info, source)
-    if source is not None and content:
-        is_ours = "weights_digest" in content or "_eagle3.Eagle3Config" in str(content.get("auto_map"))
-        if not is_ours:
-            sort_tokens(draft, info)
-        mend_mapping(draft, info, source, variant=kwargs.get("variant"), **hub_kwargs)
-        if not is_ours:
-            check_order(draft, source)
-        if not is_ours and content.get("speculators_model_type") in ("eagle3", "peagle"):
-            check_layer_ids(draft)
-            name, flag = "norm_before_residual", draft.config.norm_before_residual
-            if content.get(name) is None and not flag and name not in kwargs:
-                logger.warning_once(
-                    f"The config.json of {source} has no `{name}`. We take false, as the class of speculators does, but vLLM takes "
-                    f"true. If few tokens are accepted, load it with `{name}=True`."
-                )
+    if content is None:
+        return draft, info
+    check_num_states(draft, info, source)
+    is_ours = "weights_digest" in content or "_eagle3.Eagle3Config" in str(content.get("auto_map"))
+    if not is_ours:
+        sort_tokens(draft, info)
+        check_order(draft, source)
+    mend_mapping(draft, info, source, variant=kwargs.get("variant"), **hub_kwargs)
+    if not is_ours and content.get("speculators_model_type") in ("eagle3", "peagle"):
+        check_layer_ids(draft)
+        name, flag = "norm_before_residual", draft.config.norm_before_residual
+        if content.get(name) is None and not flag and name not in kwargs:
+            logger.warning_once(
+                f"The config.json of {source} has no `{name}`. We take false, as the class of speculators does, but vLLM takes "
+                f"true. If few tokens are accepted, load it with `{name}=True`."
+            )
     return draft, info
 
 

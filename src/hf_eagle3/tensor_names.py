@@ -135,21 +135,18 @@ def weights_file(source: str | Path, variant: str | None = None, **hub_kwargs: A
 
 
 def tensor_names_on_hub(
-    source: str | Path, with_pickles: bool = False, variant: str | None = None, **hub_kwargs: Any
+    source: str | Path, with_weights: bool = False, variant: str | None = None, **hub_kwargs: Any
 ) -> list[str]:
     """
     Returns the names of a checkpoint's tensors on the Hub. Fetches only the headers and indices of its files. Pickles have no
-    header, so they are downloaded whole, and only `with_pickles`.
+    header, and that of another file may not be reached: these files are downloaded whole, and only `with_weights`.
     """
     for name in WEIGHT_FILES:
         is_plain, name = name == "model.safetensors", with_variant(name, variant)
-        if is_plain:
-            names = header_on_hub(source, name, **hub_kwargs)
-        elif name.endswith(".json") or with_pickles:
+        names = header_on_hub(source, name, **hub_kwargs) if is_plain else []
+        if not names and (with_weights or name.endswith(".json")):
             path = find(source, name, **{**hub_kwargs, **LENIENT})
             names = [] if path is None else names_in(path)
-        else:
-            continue
         if names:
             return names
     return []

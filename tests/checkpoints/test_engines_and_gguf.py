@@ -214,6 +214,14 @@ def test_the_other_half_of_an_export(target, tmp_path, target_gguf, monkeypatch)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.gguf", "other.gguf", "shallow.gguf"]
 
 
+def test_a_target_is_unpacked_into_a_new_folder(target, target_gguf, tmp_path, run_recipe):
+    target.save_pretrained(tmp_path / "other")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "other").iterdir()}
+    result = run_recipe("from_gguf.py", target_gguf, tmp_path / "other")
+    assert result.returncode == 1 and "other is not empty" in result.stderr
+    assert {path.name: path.read_bytes() for path in (tmp_path / "other").iterdir()} == before
+
+
 def test_versions_are_those_that_are_run():
     pinned = {path.stem: path.read_text() for path in (EXPERIMENTS / "engines").glob("*.txt")}
     versions = {engine.name: engine.version.split()[-1] for engine in ENGINES if engine.version is not None}

@@ -184,6 +184,10 @@ def test_kinds_are_told_by_tensors(tmp_path, reference):
         ({**tensors, "midlayer.self_attn.kv_a_proj_with_mqa.weight": torch.ones(3)}, "MLA"),
         ({**tensors, "mask_hidden": torch.ones(3)}, "parallel draft .P-EAGLE.*Add .*`mask_token_id`"),
         (
+            {**tensors, "edfuse.up_proj.weight": torch.ones(3), "embnorm.weight": torch.ones(3)},
+            "it holds .'edfuse.up_proj",
+        ),
+        (
             {**tensors, "midlayer.pre_feedforward_layernorm.weight": torch.ones(3)},
             "layers hold .'pre_feedforward_layer",
         ),

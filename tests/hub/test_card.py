@@ -174,6 +174,10 @@ def test_what_cannot_be_served_says_so():
     assert (
         "a model that is not on the Hub" in text and "base_model" not in text and "vllm serve path/to/target" in text
     )
+    draft.config.eagle_aux_hidden_state_layer_ids = [2, 3, 3]
+    card = render_card("me/draft", draft)
+    assert "### vLLM\n\nThe speculators format cannot express" in card.text and "vllm serve" not in card.text
+    assert "vllm" not in card.data.tags
 
 
 def test_the_card_of_an_adapter(draft):

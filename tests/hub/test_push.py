@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from concurrent.futures import Future
 from contextlib import nullcontext
 
@@ -20,8 +21,10 @@ from transformers import AutoModel
 from transformers.utils import hub as transformers_hub
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
+from hf_eagle3.checkpoints import export
 from hf_eagle3.evaluation import BenchmarkResults
 from hf_eagle3.hub import push_draft, refresh_card
+from hf_eagle3.making import FORMS
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 
 
@@ -110,8 +113,11 @@ def test_what_belongs_to_other_weights_goes(hub, draft):
     push_draft(draft, REPO)
     others = ("adapter_config.json", "adapter_model.safetensors", "pytorch_model.bin", "pytorch_model.bin.index.json")
     files_of(hub).update(dict.fromkeys(others, b"{}"))
+    kept = {"last-checkpoint/model.safetensors": b"of a training", "small/adapter_config.json": b"of another draft"}
+    files_of(hub).update(kept)
     push_draft(draft, REPO)
     assert not files_of(hub).keys() & set(others) and "model.safetensors" in files_of(hub)
+    assert kept.items() <= files_of(hub).items()
 
 
 @pytest.mark.parametrize("file", ["of a target", "adapter_model.safetensors", "unet/model.safetensors"])
@@ -209,6 +215,9 @@ def test_branches(hub, draft):
     assert files_of(hub) == main and len(files_of(hub, revision="bf16")["model.safetensors"]) < len(
         main["model.safetensors"]
     )
+    hub.repos[REPO]["refs/pr/1"] = [{}]  # a pull request
+    push_draft(draft, REPO, revision="refs/pr/1")
+    assert "model.safetensors" in files_of(hub, revision="refs/pr/1")
 
 
 @pytest.mark.parametrize("where", ["lfs_put", "commit"])
@@ -305,12 +314,15 @@ def test_trainer(hub, tokenizer, tmp_path):
     record = json.loads(files["training.json"])
     assert record["draft_weights"] == weights_digest(Eagle3ForSpeculation.from_pretrained(repo).state_dict())
     assert record["arguments"]["dataset_name"] == "me/chats"
-    assert refresh_card(repo) == "unchanged"
+    assert refresh_card(repo) == "unchanged" and refresh_card(repo, license="mit") == "refreshed"
+    trainer.push_to_hub()
+    files = files_of(hub, repo)
+    assert ModelCard(files["README.md"].decode()).data.license == "mit"
     # What somebody has written on the card since is not lost.
     edited = files["README.md"].replace(b"## Limits", b"## Limits, and what I think of it")
     files_of(hub, repo)["README.md"] = edited
     trainer.push_to_hub()
-    assert files_of(hub, repo)["README.md"] == edited and len(hub.repos[repo]["main"]) == 3
+    assert files_of(hub, repo)["README.md"] == edited and len(hub.repos[repo]["main"]) == 5
 
 
 def test_training_goes_on_without_the_hub(hub, tokenizer, tmp_path, monkeypatch):
@@ -461,6 +473,51 @@ def test_a_draft_pushed_from_the_hub_keeps_its_records(hub, draft, tmp_path):
     assert after["notes.py"] == b"# mine"
 
 
+def test_a_card_is_refreshed_without_weights(hub):
+    target = make_target("llama", num_hidden_layers=8)
+    draft = Eagle3ForSpeculation.from_target(target, has_own_embed_tokens=True, **FORMS["classic"])
+    push_draft(draft, REPO, tags=["code"], license="mit")
+    assert refresh_card(REPO) == "refreshed"  # the table is not compared
+    card = ModelCard(files_of(hub)["README.md"].decode())
+    assert "stores an embedding table" in card.text and "code" in card.data.tags and card.data.license == "mit"
+    assert refresh_card(REPO) == "unchanged"
+
+
+def test_a_card_tells_of_no_other_weights(hub, draft, tmp_path):
+    """Also if somebody uploaded the draft without its records, beside those of the draft before."""
+    push_draft(draft, REPO, training=training_of(draft), benchmark=benchmark_of(draft))
+    assert refresh_card(REPO) == "unchanged"
+    make_draft(make_target("qwen3"), [make_prompt(5)]).save_pretrained(tmp_path / "draft")
+    HfApi().upload_folder(repo_id=REPO, folder_path=tmp_path / "draft")
+    assert refresh_card(REPO) == "refreshed"
+    card = files_of(hub)["README.md"].decode()
+    assert "Not measured yet." in card and "How it was trained is not recorded" in card
+
+
+def test_a_header_that_cannot_be_fetched(hub, tmp_path, monkeypatch):
+    """Without the names of its tensors, a draft would be a Llama with random weights."""
+    target = make_target("llama", num_hidden_layers=8)
+    export(Eagle3ForSpeculation.from_target(target, **FORMS["classic"]), tmp_path / "sglang", "sglang")
+    for repo in (REPO, "me/other"):
+        files = {f"small/{path.name}": path.read_bytes() for path in (tmp_path / "sglang").iterdir()}
+        hub.repos[repo] = {"main": [files]}
+        assert type(AutoModel.from_pretrained(repo, subfolder="small")) is Eagle3ForSpeculation
+        monkeypatch.setattr(HfApi, "parse_safetensors_file_metadata", lambda *args, **kwargs: 1 / 0)
+
+
+def test_records_of_a_private_repo_and_of_a_folder_that_is_gone(hub, draft, tmp_path, monkeypatch):
+    push_draft(draft, REPO, training=training_of(draft), private=True)
+    monkeypatch.delenv("HF_TOKEN")
+    loaded = Eagle3ForSpeculation.from_pretrained(REPO, token="hf_mine")
+    loaded.push_to_hub(REPO, token="hf_mine")
+    assert "training.json" in files_of(hub)
+    loaded.save_pretrained(tmp_path / "draft")
+    loaded = Eagle3ForSpeculation.from_pretrained(tmp_path / "draft")
+    shutil.rmtree(tmp_path / "draft")
+    loaded.push_to_hub("me/moved", token="hf_mine")
+    assert "model.safetensors" in files_of(hub, "me/moved")
+
+
 def test_records_are_of_the_revision_and_folder_that_was_loaded(hub, draft, tmp_path):
     push_draft(draft, REPO, training=training_of(draft))
     hub.repos[REPO]["two"] = [{f"sub/{name}": content for name, content in files_of(hub).items()}]
@@ -538,7 +595,7 @@ def test_a_record_that_was_edited_is_named(hub, draft, tmp_path, changes, wrong)
     assert (REPO in hub.repos) == (wrong is None)
 
 
-def test_push_recipe(hub, draft, tmp_path, run_recipe):
+def test_push_recipe(hub, draft, tmp_path, run_recipe, caplog):
     draft.save_pretrained(tmp_path / "draft")
     benchmark_of(draft).write(tmp_path / "results.jsonl")
     options = ["--benchmark", tmp_path / "results.jsonl", "--target", "big/Model-8B", "--dtype", "bfloat16"]
@@ -553,6 +610,12 @@ def test_push_recipe(hub, draft, tmp_path, run_recipe):
     }.items() <= files.items()
     pushed = Eagle3ForSpeculation.from_pretrained(repo)
     assert pushed.dtype == torch.bfloat16 and pushed.config.verifier == "big/Model-8B"
+    export(draft, tmp_path / "flat", "sglang")
+    result = run_recipe("push.py", tmp_path / "flat")
+    assert result.returncode == 2 and "run recipes/export.py --to speculators --target first" in result.stderr
+    caplog.clear()
+    run_recipe("push.py", tmp_path / "flat", "--repo_id", "me/flat", "--dry_run", tmp_path / "flat-dry")
+    assert "does not name its target" in caplog.text and "nobody else can use" not in caplog.text
     del draft.config.speculators_config["verifier"]
     draft.save_pretrained(tmp_path / "unnamed")
     result = run_recipe("push.py", tmp_path / "unnamed", "--target", "big/Model-8B", "--dry_run", tmp_path / "named")
@@ -570,15 +633,16 @@ def hub_sha(hub, repo):
 def test_model_cards_recipe(hub, draft, run_recipe):
     draft.config.speculators_config["verifier"]["name_or_path"] = "Qwen/Qwen3-8B"
     hub.repos["Qwen/Qwen3-8B"] = {"main": [{}]}
-    push_draft(draft, "me/Qwen3-8B-speculator.eagle3", benchmark=benchmark_of(draft))
+    push_draft(draft, "me/Qwen3-8B-speculator.eagle3", benchmark=benchmark_of(draft), license="mit")
     hub.repos["me/something-else"] = {"main": [{}]}
     run_recipe("model_cards.py", "--push_to", "me", "--create")
     (collection,) = hub.collections.values()
     assert len(collection["items"]) == 6 and "me/something-else" not in collection["items"]
     card = files_of(hub, "me/Qwen3-8B-speculator.eagle3")["README.md"].decode()
-    assert "2.25x" in card and "Figures of others" in card and "license: apache-2.0" in card
+    assert "2.25x" in card and "Figures of others" in card and "license: mit" in card  # the pusher's choice
     card = files_of(hub, "me/gpt-oss-20b-speculator.eagle3")["README.md"].decode()
     assert "weights have not been trained yet" in card and "nebius/EAGLE3-gpt-oss-20b" in card
+    assert "license: apache-2.0" in card
     # A second run finds nothing to do.
     num_commits = {repo: len(branches["main"]) for repo, branches in hub.repos.items()}
     result = run_recipe("model_cards.py", "--push_to", "me")

@@ -46,6 +46,14 @@ def test_a_space(hub, run_recipe):
     assert commits[-1]["requirements.txt"] == b"hf-eagle3[demo] @ git+https://example.org/hf-eagle3\n"
 
 
+def test_another_page_stays(hub, run_recipe):
+    files = {"README.md": b"---\nsdk: docker\n---\n", "Dockerfile": b"FROM python"}
+    hub.repos["spaces/me/page"] = {"main": [files]}
+    result = run_recipe("demo.py", "--target", "org/target", "--draft", "me/draft", "--push_to", "me/page")
+    assert result.returncode == 1 and "The Space me/page has another page" in result.stderr
+    assert hub.repos["spaces/me/page"] == {"main": [files]}
+
+
 def test_models_must_be_on_the_hub(hub, tmp_path, run_recipe):
     for draft, message in ((tmp_path, "is no id of the Hub"), ("me/other", "me/other not found")):
         result = run_recipe("demo.py", "--target", "org/target", "--draft", draft, "--push_to", "me/page")

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,6 +34,13 @@ def test_inspect_and_export(tmp_path, run_recipe):
     assert "cannot take it" in lines["EAGLE's own code"] and "fits" in lines[str(tmp_path / "target")]
     assert str(tmp_path / "target") in lines["target"] and "recipes/push.py" in lines["target"]
     assert len(lines) < 25
+
+    unnamed = Eagle3ForSpeculation.from_pretrained(tmp_path / "draft")
+    unnamed.config.speculators_config = None
+    unnamed.save_pretrained(tmp_path / "unnamed")
+    result = run_recipe("inspect_draft.py", tmp_path / "unnamed", "--target", tmp_path / "target")
+    (line,) = (line for line in result.stdout.splitlines() if line.startswith("vLLM "))
+    assert "takes it after recipes/export.py --to speculators --target TARGET" in line
 
     nowhere = ("--output_dir", tmp_path / "nowhere")
     for option, value in (("--target_gguf", "target.gguf"), ("--python", sys.executable)):
@@ -209,6 +217,7 @@ def test_a_branch_for_sglang(tmp_path):
     commands = [
         ["export.py", repo, "--to", "sglang", "--output_dir", folder, "--push_to", repo, "--revision", "sglang"],
         ["inspect_draft.py", repo, "--revision", "sglang"],
+        ["export.py", repo, "--to", "sglang", "--output_dir", f"{folder}-2", "--push_to", "exports"],  # a new repo
     ]
     script = f"""
 import runpy, sys
@@ -227,6 +236,9 @@ for sys.argv in {commands}:
         branches = hub.repos[repo]
     assert len(branches["main"]) == 1
     pushed = branches["sglang"][-1]
+    assert hub.repos["me/exports"]["sglang"][-1] == {
+        name: pushed[name] for name in ("config.json", "model.safetensors")
+    }
     assert json.loads(pushed["config.json"])["architectures"] == ["LlamaForCausalLMEagle3"]
     assert not [name for name in pushed if name.endswith(".py")] and "generation_config.json" not in pushed
     assert pushed["model.safetensors"] == (tmp_path / "sglang" / "model.safetensors").read_bytes()
@@ -240,6 +252,7 @@ def test_a_branch_does_not_name_a_folder(tmp_path, monkeypatch, run_recipe):
     draft.save_pretrained(tmp_path / "draft")
     for name in ("create_branch", "upload_folder", "list_repo_files"):
         monkeypatch.setattr(HfApi, name, lambda *args, **kwargs: [])
+    monkeypatch.setattr(HfApi, "create_repo", lambda api, repo_id, **kwargs: SimpleNamespace(repo_id=repo_id))
     command = ("export.py", tmp_path / "draft", "--to", "speculators", "--output_dir")
     run_recipe(*command, tmp_path / "pushed", "--push_to", "me/draft")
     run_recipe(*command, tmp_path / "kept")

@@ -148,6 +148,8 @@ LAYER_PARTS = {
     *(f"self_attn.{name}_proj.bias" for name in "qkvo"),
     *(f"mlp.{name}_proj.bias" for name in ("gate", "up", "down")),
 }
+# Names outside of the layers.
+OUTSIDE = r"(fc|input_norm|fc_norm\.\d+|aux_norm_(low|mid|high)|norm|lm_head|embed_tokens)\.weight|mask_hidden|d2t|t2d"
 # Tables that are computed, not trained.
 COMPUTED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
@@ -307,10 +309,17 @@ def check_kind(config: dict, flags: dict, tensors: dict) -> None:
 
 
 def check_parts(config: dict, tensors: dict) -> None:
-    """Raises `ValueError` if the layers of a draft have other parts than Llama's and Qwen3's, or more than the first read tokens."""
-    layers = {name: tensors[old] for old, name in our_names(tensors).items() if name.startswith("layers.")}
-    parts = {name.split(".", 2)[-1] for name in layers if not name.endswith(COMPUTED)}
-    if others := sorted(parts - LAYER_PARTS):
+    """
+    Raises `ValueError` if a draft has other tensors than EAGLE-3's, its layers have other parts than Llama's and Qwen3's, or
+    more than the first read tokens.
+    """
+    held = {name: tensors[old] for old, name in our_names(tensors).items() if not name.endswith(COMPUTED)}
+    layers = {name: tensor for name, tensor in held.items() if name.startswith("layers.")}
+    if others := sorted(name for name in held.keys() - layers.keys() if not re.fullmatch(OUTSIDE, name)):
+        raise ValueError(
+            f"it holds {others[:6]}, which EAGLE-3 drafts do not have. The project that trained it may run it."
+        )
+    if others := sorted({name.split(".", 2)[-1] for name in layers} - LAYER_PARTS):
         raise ValueError(
             f"its layers hold {others[:6]}, but only Llama and Qwen3 layers are supported, which have no such tensors. The project "
             "that trained it may run it."

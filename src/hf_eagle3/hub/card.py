@@ -9,7 +9,7 @@ a short card.
 import hashlib
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -113,11 +113,6 @@ def render_card(
     arguments = None
     if training is not None:
         arguments = yaml.safe_dump(training.get("arguments") or {}, sort_keys=False, allow_unicode=True).strip()
-    cannot_export = None
-    try:
-        sglang.write(draft)
-    except ValueError as error:
-        cannot_export = str(error)
     return from_template(
         TEMPLATE,
         data,
@@ -130,7 +125,8 @@ def render_card(
         sees=bool((training or {}).get("rows_with_images")),
         form=form(draft),
         adapter_of=public_name(adapter_of),
-        cannot_export=cannot_export,
+        cannot_serve=reason_against(check_vllm, draft),
+        cannot_export=reason_against(sglang.write, draft),
         engines=describe_engines(draft),
         parallel=', "parallel_drafting": true' if draft.config.is_parallel else "",
         engines_run=", ".join(f"{each.name} {each.version}" for each in ENGINES if each.version is not None),
@@ -197,14 +193,17 @@ def published_table(published: Sequence[dict]) -> str:
 
 def engine_tags(draft: PreTrainedModel | None, adapter_of: str | None) -> list[str]:
     """Returns tags of the engines that take the draft as it is."""
-    if adapter_of is not None:
-        return []
+    is_refused = draft is not None and reason_against(check_vllm, draft) is not None
+    return [] if adapter_of is not None or is_refused else ["vllm"]
+
+
+def reason_against(check: Callable[[Any], Any], draft: PreTrainedModel) -> str | None:
+    """Returns why an engine cannot take a draft, by one of the checks of `hf_eagle3.checkpoints`, or `None`."""
     try:
-        if draft is not None:
-            check_vllm(draft)
-    except ValueError:
-        return []
-    return ["vllm"]
+        check(draft)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def is_hub_id(name: str | None) -> TypeGuard[str]:

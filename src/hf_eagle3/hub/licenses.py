@@ -1,5 +1,7 @@
 """Licences of drafts."""
 
+from typing import Any
+
 from huggingface_hub import ModelCard
 
 
@@ -29,7 +31,7 @@ def check_license(license: str | None, name: str | None = None, link: str | None
 
 def license_of(
     card: ModelCard | None, license: str | None = None, name: str | None = None, link: str | None = None
-) -> dict[str, str | None]:
+) -> dict[str, Any]:
     """Returns a licence, or else that in a card, as arguments of [`render_card`]. All are `None` without both."""
     stated = {"license": license, "license_name": name, "license_link": link}
     return stated if license or card is None else {key: card.data.get(key) for key in stated}

@@ -3,13 +3,22 @@
 import json
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from huggingface_hub import CommitInfo, HfApi, ModelCard, get_token, snapshot_download
+from huggingface_hub import (
+    CommitInfo,
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    ModelCard,
+    get_token,
+    snapshot_download,
+)
 from huggingface_hub.errors import (
     EntryNotFoundError,
     LocalEntryNotFoundError,
@@ -20,7 +29,7 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from ..checkpoints.files import check_new_folder, check_repo, full_name, verifier_without_path
-from ..environment import is_path, public_name, without_paths
+from ..environment import is_missing_folder, is_path, public_name, without_paths
 from ..evaluation import BenchmarkResults, plot_all
 from ..evaluation.plots import PLOTS
 from ..file_checks import read_json
@@ -39,6 +48,18 @@ GONE = (
     "The draft's target is {!r}, which is no folder here, and no model on the Hub that this token can read. Users of the draft could "
     "not find it. Push with the target's name on the Hub (`recipes/push.py --target OWNER/NAME`), with a token that can read that, or "
     "from where its folder is."
+)
+# Files of an earlier push. They may belong to other weights, or another version of the code.
+REPLACED = (
+    TRAINING_RECORD,
+    BENCHMARK_RECORD,
+    *PLOTS,
+    "*_eagle3.py",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.bin",
+    "*.bin.index.json",
+    "adapter_*",
 )
 NUMBER = int | float
 # The types of what a card tells of a training, by the parts of its record.
@@ -130,6 +151,7 @@ def push_draft(
             **license_of(existing, license, license_name, license_link),
             tags=tags or (),
             max_shard_size=max_shard_size,
+            token=token,
         )
         if existing is not None and is_edited(existing) and not overwrite_card:
             logger.warning(f"The card of {repo_id} was edited by hand and is kept. `overwrite_card=True` replaces it.")
@@ -137,29 +159,32 @@ def push_draft(
         else:
             card.validate()
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True, token=token).repo_id
-        if revision is not None and not create_pr:
+        # Pull requests (`refs/pr/1`) are no branches that could be made.
+        if revision is not None and not create_pr and not revision.startswith("refs/pr"):
             api.create_branch(repo_id, branch=revision, exist_ok=True, token=token)
-        return api.upload_folder(
-            repo_id=repo_id,
-            folder_path=folder,
+        # `upload_folder` may need several commits, and deletes in folders, too.
+        return api.create_commit(
+            repo_id,
+            operations(Path(folder), api.list_repo_files(repo_id, revision=revision, token=token)),
             commit_message=commit_message or "Upload draft",
             commit_description=commit_description,
             token=token,
             revision=revision,
             create_pr=create_pr,
-            # Old files may belong to other weights, or another version of the code.
-            delete_patterns=[
-                TRAINING_RECORD,
-                BENCHMARK_RECORD,
-                *PLOTS,
-                "*_eagle3.py",
-                "*.safetensors",
-                "*.safetensors.index.json",
-                "*.bin",
-                "*.bin.index.json",
-                "adapter_*",
-            ],
         )
+
+
+def operations(folder: Path, held: Iterable[str]) -> list[CommitOperationAdd | CommitOperationDelete]:
+    """
+    Returns what puts the files of a folder into a repo that has files with the names `held`. Files of an earlier push are
+    deleted, but none in folders: these may have checkpoints of a training, or other drafts.
+    """
+    new = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    old = {name for name in held if "/" not in name and any(fnmatchcase(name, pattern) for pattern in REPLACED)}
+    return [
+        *(CommitOperationDelete(name) for name in sorted(old - new.keys())),
+        *(CommitOperationAdd(name, path) for name, path in new.items()),
+    ]
 
 
 def write_draft(
@@ -170,6 +195,7 @@ def write_draft(
     training: dict | None = None,
     benchmark: BenchmarkResults | None = None,
     max_shard_size: int | str = "50GB",
+    token: bool | str | None = None,
     **card: Any,
 ) -> ModelCard:
     """
@@ -179,7 +205,7 @@ def write_draft(
         draft ([`Eagle3ForSpeculation`]): The draft.
         folder (`str` or `Path`): A new or empty folder.
         repo_id (`str`): `<owner>/<name>`, for the card.
-        training, benchmark, max_shard_size (*optional*): See [`push_draft`].
+        training, benchmark, max_shard_size, token (*optional*): See [`push_draft`].
         card (*optional*): More arguments of [`render_card`], such as `license`.
 
     Returns:
@@ -196,13 +222,13 @@ def write_draft(
             "This draft has an adapter beside its weights, and engines do not read adapters. Load its base, merge the adapter "
             "into it (`PeftModel.from_pretrained(base, adapter).merge_and_unload()`), and push the result."
         )
-    training, benchmark = records_of(draft, training, benchmark)
+    training, benchmark = records_of(draft, training, benchmark, token)
     if benchmark is not None:
         benchmark = BenchmarkResults(without_paths(benchmark.run), benchmark.measurements)
     verifier = draft.config.verifier
     if not is_path(verifier) and re.search(r"\\|/.*/", verifier):  # ids of the Hub have one slash
         raise ValueError(GONE.format(verifier))
-    if not is_hub_id(verifier):
+    if draft.config.speculators_config is not None and not is_hub_id(verifier):  # without it, saving warns
         logger.warning(
             f"The draft's target is {verifier}, which is not on the Hub, so nobody else can use the draft. The published files name it "
             f"{public_name(verifier)!r}. If the target has another name on the Hub, push with `recipes/push.py --target`."
@@ -216,7 +242,10 @@ def write_draft(
 
 
 def records_of(
-    draft: Eagle3ForSpeculation, training: dict | None, benchmark: BenchmarkResults | None
+    draft: Eagle3ForSpeculation,
+    training: dict | None,
+    benchmark: BenchmarkResults | None,
+    token: bool | str | None = None,
 ) -> tuple[dict | None, BenchmarkResults | None]:
     """
     Returns the training record and the benchmark of a draft: those that are passed, or else those beside the draft that are
@@ -227,24 +256,34 @@ def records_of(
     found = dict(given)
     for name, record in given.items():
         if record is None and source:
-            found[name] = record_beside(source, name, **getattr(draft, "loaded_with", {}))
+            found[name] = record_beside(source, name, token=token, **getattr(draft, "loaded_with", {}))
     if not any(found.values()):
         return None, None
     digest = weights_digest(draft.state_dict())
-    for name, record in found.items():
-        if record is None or weights_of(record) == digest:
-            continue
-        if given[name] is not None:
+    for name, record in given.items():
+        if record is not None and weights_of(record) != digest:
             raise ValueError(
                 f"The {Path(name).stem} record is about other weights. Measure this draft (`recipes/benchmark.py --json`)."
             )
-        logger.warning(f"{name} of {source} is about other weights than this draft's, and is left out.")
-        found[name] = None
-    return found[TRAINING_RECORD], found[BENCHMARK_RECORD]
+    return records_about(digest, found, source)
+
+
+def records_about(
+    digest: str | None, found: dict[str, Any], source: str
+) -> tuple[dict | None, BenchmarkResults | None]:
+    """Returns the training record and the benchmark that are about the weights with this digest. Warns of others."""
+    kept = dict(found)
+    for name, record in found.items():
+        if record is not None and weights_of(record) != digest:
+            logger.warning(f"{name} of {source} is about other weights than this draft's, and is left out.")
+            kept[name] = None
+    return kept[TRAINING_RECORD], kept[BENCHMARK_RECORD]
 
 
 def record_beside(source: str, name: str, **hub_kwargs: Any) -> dict | BenchmarkResults | None:
-    """Returns a record from the folder or repo that a draft was loaded from, or `None`."""
+    """Returns a record from the folder or repo that a draft was loaded from, or `None`, also if the folder is gone."""
+    if is_missing_folder(source):
+        return None
     try:
         path = find(source, name, **hub_kwargs)
     except OSError as error:
@@ -364,7 +403,8 @@ def refresh_card(
     )
     if (folder / "config.json").exists():
         stated = license_of(existing, license, license_name, license_link)
-        card = card_of_records(repo_id, folder, published=published, **stated)
+        tags = [] if existing is None or is_edited(existing) else existing.data.get("tags") or []
+        card = card_of_records(repo_id, folder, published=published, tags=tags, **stated)
     elif (folder / "adapter_config.json").exists():
         return "an adapter, kept"
     elif untrained is not None:
@@ -392,11 +432,8 @@ def card_of_records(repo_id: str, folder: Path, **kwargs: Any) -> ModelCard:
         draft = Eagle3ForSpeculation(config)
     if (folder / "generation_config.json").exists():
         draft.generation_config = GenerationConfig.from_pretrained(folder)
-    training: Any = read_record(folder / TRAINING_RECORD)
-    benchmark: Any = read_record(folder / BENCHMARK_RECORD)
-    if training and benchmark and weights_of(training) != weights_of(benchmark):
-        logger.warning(
-            f"{BENCHMARK_RECORD} of {repo_id} is about other weights than {TRAINING_RECORD}, and is left out."
-        )
-        benchmark = None
+    found = {name: read_record(folder / name) for name in (TRAINING_RECORD, BENCHMARK_RECORD)}
+    saved = read_json(folder / "config.json").get("weights_digest")
+    known = [weights_of(record) for record in found.values() if record is not None]
+    training, benchmark = records_about(saved or next(iter(known), None), found, repo_id)
     return render_card(repo_id, draft, training=training, benchmark=benchmark, **kwargs)

@@ -26,6 +26,7 @@ from ..checkpoints.files import check_folder, check_repo, verifier_without_path
 from ..environment import command_line, public_name
 from ..files import write_atomically
 from ..hub import card_on_hub, is_edited, render_card, write_records
+from ..hub.licenses import license_of
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.draft_model_eagle3 import DraftModel
 from .checkpoint import CHECKPOINT_FILES, list_files
@@ -196,7 +197,8 @@ class DraftSavingTrainer(SFTTrainer):
             return  # drafts of other methods have no cards
         self._name_datasets(dataset_name)
         card_file = Path(self.args.output_dir, "README.md")
-        if self._keeps_card(card_file):
+        keeps_card, published = self._keeps_card(card_file)
+        if keeps_card:
             return
         card = render_card(
             self.hub_model_id or model_name or card_file.resolve().parent.name,
@@ -205,17 +207,21 @@ class DraftSavingTrainer(SFTTrainer):
             training=training_record(self),
             adapter_of=self.draft.config._name_or_path if self._is_adapter else None,
             tags=[tags] if isinstance(tags, str) else tags or (),
+            **license_of(published),
         )
         card.save(card_file)
 
-    def _keeps_card(self, card_file: Path) -> bool:
-        """Whether the card in the folder or on the Hub was edited, or cannot be read. Warns if so."""
+    def _keeps_card(self, card_file: Path) -> tuple[bool, ModelCard | None]:
+        """
+        Returns whether the card in the folder or on the Hub was edited, or cannot be read, and the one on the Hub. Warns if so.
+        """
         is_ours = card_file.exists() and not self._is_adapter  # PEFT writes a card of its own beside an adapter
         if is_ours and is_edited(ModelCard.load(card_file, ignore_metadata_errors=True)):
             logger.warning(f"{card_file} was edited, and stays as it is.")
-            return True
+            return True, None
         if self.hub_model_id is None:
-            return False
+            return False, None
+        there = None
         try:
             there = card_on_hub(self.hub_model_id, self.args.hub_revision, self.args.hub_token)
             reason = "was edited" if there is not None and is_edited(there) else None
@@ -224,7 +230,7 @@ class DraftSavingTrainer(SFTTrainer):
         if reason is not None:
             logger.warning(f"The card of {self.hub_model_id} {reason}, and stays as it is.")
             card_file.unlink(missing_ok=True)
-        return reason is not None
+        return reason is not None, there
 
     def push_to_hub(
         self, *args: Any, dataset_name: str | list[str] | None = None, **kwargs: Any
