@@ -177,9 +177,9 @@ class PromptEncoder:
 
     def check_written(self, messages: list[dict], text: str, **kwargs: Any) -> None:
         """
-        Checks that the chat template writes messages of all roles, tool calls, the thoughts of a last answer, tools and
-        documents. Many templates leave out, without an error, what they do not know. `text` is what
-        [`~PromptEncoder.render`] makes of the messages.
+        Checks that the chat template writes messages of all roles, tool calls, the reasoning of a last answer, tools and
+        documents. Many templates silently leave out what they do not know. `text` is what [`~PromptEncoder.render`] makes
+        of the messages.
 
         Raises:
             ValueError: if the template leaves something out.

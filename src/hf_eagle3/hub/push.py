@@ -90,7 +90,7 @@ def push_draft(
 ) -> CommitInfo:
     """
     Pushes a draft in one commit: weights, configurations, the code that ships with it, records, plots and card. After an
-    interruption just push again: weights that the Hub already has are not sent twice.
+    interruption push again: uploaded weights are not sent twice.
 
     Args:
         draft ([`Eagle3ForSpeculation`]): The draft.
