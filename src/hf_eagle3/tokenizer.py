@@ -29,7 +29,7 @@ PROCESSOR_FILES = ("chat_template.json", "processor_config.json")
 
 def check_is_target(name: str | Path, **kwargs: Any) -> None:
     """
-    Raises `ValueError` if a model is a draft or an adapter, or its config.json is no object, and `FileNotFoundError` if it is a path
+    Raises `ValueError` if a model is a draft or an adapter, or its config.json is not an object, and `FileNotFoundError` if it is a path
     that does not exist. `kwargs` are for `PreTrainedConfig.get_config_dict`.
     """
     if is_missing_folder(str(name)):

@@ -84,7 +84,7 @@ def load_ends(name: str | Path, revision: str | None = None, **kwargs: Any) -> P
         kwargs (*optional*): For `from_pretrained`.
 
     Raises:
-        ValueError: if the checkpoint lacks them, or their sizes differ from its configuration, or it is no target.
+        ValueError: if the checkpoint lacks them, or their sizes differ from its configuration, or it is not a target.
     """
     shared = {"revision": revision, "trust_remote_code": kwargs.get("trust_remote_code", False)}
     auto_class = target_class(name, **shared)

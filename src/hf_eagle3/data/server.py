@@ -122,7 +122,7 @@ class ServerClient:
                 else:
                     self.fail(conversation.row, f"{type(error).__name__}: {error}")
                     self.check_unanswered(conversation.row, error)
-            else:  # a full disk is no failure of the row, and must end the run
+            else:  # a full disk is not a failure of the row, and must end the run
                 self.output.write(conversation.row, result)
                 self.progress.update()
             self.check_refused()

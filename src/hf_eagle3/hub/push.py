@@ -317,7 +317,7 @@ def card_on_hub(repo_id: str, revision: str | None = None, token: bool | str | N
         token (`bool` or `str`, *optional*): To read it with.
 
     Raises:
-        ValueError: if its metadata is no YAML, or it is not in UTF-8.
+        ValueError: if its metadata is not YAML, or it is not in UTF-8.
     """
     try:
         path = HfApi().hf_hub_download(repo_id, "README.md", revision=revision, token=token)

@@ -61,7 +61,7 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
         else:
             self.d2t = self.t2d = None
-        # In lists, so that they are no submodules: the target's are not saved, moved or trained with the draft.
+        # In lists, so that they are not submodules: the target's are not saved, moved or trained with the draft.
         self._borrowed_embedding = Borrowed()
         self._borrowed_head = Borrowed()
         self._borrowed_version: int | None = None
@@ -270,7 +270,7 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         if not self.config.aux_layer_ids_assumed:
             return list(default if ids is None else ids)
         stored = [layer_id - 1 for layer_id in ids or ()]
-        # Drafts that count inputs have the usual states, or the one after the last layer, which is no layer's input.
+        # Drafts that count inputs have the usual states, or the one after the last layer, which is not the input of a layer.
         counts_inputs = depth >= 6 and stored == default or depth in stored
         resolved = default if ids is None else stored if counts_inputs else list(ids)
         if counts_inputs or ids != default:
