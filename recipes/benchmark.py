@@ -145,9 +145,7 @@ def parse_arguments():
     parser.add_argument("--json", help="JSON Lines file to keep the results in")
     parser.add_argument("--plots", metavar="FOLDER", help="Where to save plots")
     parser.add_argument("--markdown", metavar="FILE", help="Where to save the table")
-    parser.add_argument(
-        "--compare", nargs=2, metavar=("BEFORE", "AFTER"), help="Only compare two files of results"
-    )
+    parser.add_argument("--compare", nargs=2, metavar=("BEFORE", "AFTER"), help="Only compare two files of results")
     parser.add_argument("--profile", action="store_true", help="Also time the parts of a step, at each temperature")
     args = parser.parse_args()
     if not isinstance(args.chat_template_kwargs, dict | None):
