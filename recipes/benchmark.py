@@ -11,21 +11,20 @@ Compares plain generation, a draft, and transformers' other ways to speed up gen
 
     tasks of the Hub    mt_bench, humaneval, gsm8k, alpaca, cnn_dm, math500, and the groups `paper` and `spec_bench`
     JSON Lines files    with `{"prompt": "..."}` or `{"messages": [...]}` in each line. Messages may have `tools` and
-                        `chat_template_kwargs`, and a target that sees takes `images` (paths or URLs)
+                        `chat_template_kwargs`, and multimodal targets take `images` (paths or URLs)
     folders             of such files
     python              the sources of Python's standard library, which every machine has
 
 A task that cannot be reached is left out and reported.
 
-The JSON Lines file keeps the results. After an interruption, the same command continues. `--plots FOLDER` draws the results,
-and `--markdown FILE` writes the table. To compare two runs without measuring anything:
+`--json` keeps the results. After an interruption, the same command continues. `--plots FOLDER` draws the results, and
+`--markdown FILE` writes the table. To compare two runs without measuring anything:
 
     python recipes/benchmark.py --compare before.jsonl after.jsonl
 
 The draft runs the installed code, or with `--code saved` the code that was saved with it. The results say which.
 
-`--profile` shows where the time of a step goes, by timers around its parts. On an accelerator each part ends with a
-synchronization, so a step takes longer than usual.
+`--profile` times the parts of a step. On an accelerator each part ends with a sync, so a step takes longer than usual.
 """
 
 import argparse
@@ -86,11 +85,11 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=folder_or_hub_id, help="Target: a folder or a Hub id")
     parser.add_argument("--draft", type=folder_or_hub_id, help="Draft: a folder or a Hub id")
-    parser.add_argument("--trust_remote_code", action="store_true", help="Run the code that the target's repo brings")
+    parser.add_argument("--trust_remote_code", action="store_true", help="Run code from the target's repo")
     parser.add_argument("--code", choices=CODES, default="installed", help=CODE_HELP)
     parser.add_argument("--assistant", help="Small model for the method `assistant`: a folder or a Hub id")
     parser.add_argument(
-        "--dflash", help="Draft for transformers' own DFlash (`muse_glimmer_assistant`); others are `--draft`"
+        "--dflash", help="Draft for transformers' own DFlash (`muse_glimmer_assistant`). For others use `--draft`"
     )
     parser.add_argument(
         "--tasks", "--prompts", nargs="+", default=[OFFLINE], help="Tasks, files or folders: see above"
@@ -99,7 +98,7 @@ def parse_arguments():
         "--methods",
         nargs="+",
         choices=[method for method in METHODS if method not in PAPER_ROWS],
-        help="By default plain, the methods that have a model, and prompt-lookup at batch size 1",
+        help="By default plain, the methods whose model is given, and prompt-lookup at batch size 1",
     )
     parser.add_argument(
         "--batch_size",
@@ -124,7 +123,7 @@ def parse_arguments():
     )
     parser.add_argument("--repeats", type=positive_integer, default=3, help="By default %(default)s")
     parser.add_argument(
-        "--chat_template_path", help="Jinja file, in place of the chat template of the target's tokenizer"
+        "--chat_template_path", help="Jinja file that replaces the chat template of the target's tokenizer"
     )
     parser.add_argument("--chat_template_kwargs", type=json.loads, help="Such as '{\"enable_thinking\": false}'")
     parser.add_argument(
@@ -146,9 +145,7 @@ def parse_arguments():
     parser.add_argument("--json", help="JSON Lines file to keep the results in")
     parser.add_argument("--plots", metavar="FOLDER", help="Where to save plots")
     parser.add_argument("--markdown", metavar="FILE", help="Where to save the table")
-    parser.add_argument(
-        "--compare", nargs=2, metavar=("BEFORE", "AFTER"), help="Compare two files of results, and end"
-    )
+    parser.add_argument("--compare", nargs=2, metavar=("BEFORE", "AFTER"), help="Only compare two files of results")
     parser.add_argument("--profile", action="store_true", help="Also time the parts of a step, at each temperature")
     args = parser.parse_args()
     if not isinstance(args.chat_template_kwargs, dict | None):

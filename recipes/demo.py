@@ -2,13 +2,12 @@
 # dependencies = ["hf-eagle3[demo]"]
 # ///
 """
-Opens a page that shows what a draft does: the same prompt without and with it, where each token came from, and the tree
-of each step.
+Opens a page that compares the same prompt without and with a draft, and shows where each token came from and the tree of each step.
 
     python recipes/demo.py --target Qwen/Qwen3-8B --draft RedHatAI/Qwen3-8B-speculator.eagle3
 
 `--push_to me/eagle3-demo` makes it a Space on the Hub instead. The environment variables `GRADIO_SERVER_NAME` and
-`GRADIO_SERVER_PORT` say where the page is served.
+`GRADIO_SERVER_PORT` set the page's address.
 """
 
 import argparse

@@ -2,12 +2,12 @@
 # dependencies = ["hf-eagle3", "lm_eval[hf]"]
 # ///
 """
-Evaluates a target on tasks of lm-evaluation-harness that generate, with and without a draft. In float32 the results are the same. It
-prints the time that each took.
+Evaluates a target on tasks of lm-evaluation-harness, with and without a draft, and prints the time of each. In float32 the results
+are the same.
 
     python recipes/evaluate.py --target Qwen/Qwen3-8B --draft RedHatAI/Qwen3-8B-speculator.eagle3 --tasks gsm8k --limit 100
 
-Tasks that generate nothing (multiple choice) take as long with a draft as without.
+Only tasks that generate text become faster, not multiple choice.
 """
 
 import argparse

@@ -6,8 +6,8 @@ Writes a draft in the format of an engine.
 
     python recipes/export.py me/Qwen3-8B-speculator.eagle3 --to sglang --output_dir Qwen3-8B-eagle3-sglang
 
-`vllm serve` takes drafts as they are saved. (`--to speculators --target Qwen/Qwen3-8B` converts a draft of another
-format for it.) Other engines need their own format:
+`vllm serve` takes drafts as they are saved. (`--to speculators --target Qwen/Qwen3-8B` converts drafts of other formats.)
+Other engines need their own format:
 
     python recipes/export.py my-draft --to gguf --target_gguf Qwen3-8B.gguf --output_dir draft-gguf
     python recipes/export.py my-draft --to openvino --python openvino/bin/python --output_dir draft-openvino

@@ -6,7 +6,7 @@ Converts a GGUF file to a folder in transformers' format: weights in bfloat16, c
 
     python recipes/from_gguf.py SmolLM2-135M-Instruct.Q4_1.gguf outputs/smollm2
 
-The weights are dequantized. The model of a 4-bit file writes a little differently from the original.
+The weights are dequantized. They differ from the original's as much as the file's do.
 """
 
 import argparse

@@ -2,16 +2,16 @@
 # dependencies = ["hf-eagle3"]
 # ///
 """
-Shows what a draft is, on one screen: format, target, layers, vocabulary, flags, sizes, and which engine takes it. It may be
-an EAGLE-3 draft, a block draft, or another draft of `hf_eagle3.baselines`.
+Describes a draft on one screen: format, target, layers, vocabulary, flags, sizes, and which engine takes it. It may be an
+EAGLE-3 draft, a block draft, or another draft of `hf_eagle3.baselines`.
 
     python recipes/inspect_draft.py RedHatAI/Qwen3-8B-speculator.eagle3
     python recipes/inspect_draft.py path/to/draft --target Qwen/Qwen3-8B
     python recipes/inspect_draft.py path/to/draft --target Qwen/Qwen3-8B --prompt "def main(argv):"
 
-`--target` also checks the draft against that model. Only the model's configuration and embedding are read.
+`--target` also checks whether the draft fits that model. It reads only the model's configuration and embedding.
 
-`--prompt` loads the whole model and decodes greedily from the prompt. It prints the whole trees of the first steps (tree policy
+`--prompt` loads the whole model, decodes greedily from the prompt, and prints the whole trees of the first steps (tree policy
 `static`, no confidence threshold), with a tick at each accepted token.
 """
 

@@ -7,8 +7,7 @@ Pushes a draft to the Hub in one commit: weights, configuration, the code that s
     python recipes/benchmark.py --target Qwen/Qwen3-8B --draft Qwen3-8B-speculator.eagle3 --tasks paper --json results.jsonl
     python recipes/push.py Qwen3-8B-speculator.eagle3 --repo_id me/Qwen3-8B-speculator.eagle3 --benchmark results.jsonl
 
-After an interruption just run it again: weights that have arrived are not sent twice. `--dry_run` writes to a folder
-what would be pushed.
+After an interruption run it again: uploaded weights are not sent twice. `--dry_run` writes to a folder what would be pushed.
 """
 
 import argparse
@@ -24,8 +23,8 @@ def main():
     parser.add_argument("draft", type=folder_or_hub_id, help="Folder or Hub id, in any format that can be read")
     parser.add_argument("--repo_id", help="By default <you>/<target>-speculator.eagle3")
     parser.add_argument("--benchmark", help="File that `recipes/benchmark.py --json` wrote for this draft")
-    parser.add_argument("--target", help="Hub id of the target, if the draft has another name for it")
-    parser.add_argument("--license", help="Licence id of the Hub, such as apache-2.0 or llama3.1, or other")
+    parser.add_argument("--target", help="Hub id of the target, if the draft names it differently")
+    parser.add_argument("--license", help="The Hub's id of a licence, such as apache-2.0, llama3.1 or other")
     parser.add_argument("--license_name", help="With --license other: its name")
     parser.add_argument("--license_link", help="With --license other: an address, or the name of a file in the repo")
     parser.add_argument(

@@ -1,20 +1,20 @@
 """
 From nothing to faster text: trains a draft for a target, saves it, loads it in a fresh process, and compares.
 
-Without arguments everything happens offline and on a CPU: a small language model is trained on the sources of Python's
-standard library, a draft is trained for it, and both generate from files that neither has seen.
+Without arguments it works offline and needs no GPU: it trains a small language model on the sources of Python's standard library,
+trains a draft for it, and measures both on files that neither has seen.
 
     python recipes/quickstart.py
 
-With a network, the same for any model and data set of the Hub, or for local ones:
+The same for any model and data set of the Hub, or for local ones:
 
     python recipes/quickstart.py --target Qwen/Qwen3-0.6B --dataset trl-lib/Capybara --draft_minutes 60
     python recipes/quickstart.py --target path/to/model --dataset path/to/texts.jsonl --prompts path/to/prompts.jsonl
 
-Conversations (`messages`) are rendered by the target's chat template. More is accepted if the answers are the target's
-own: `--dataset` also takes the folder that `recipes/regenerate.py` wrote.
+Conversations (`messages`) are rendered by the target's chat template. The draft gets better if the answers are the target's own:
+`--dataset` also takes the folder that `recipes/regenerate.py` wrote.
 
-A second run with the same settings reuses what the first one trained.
+A second run with the same settings reuses the models of the first.
 """
 
 import argparse
@@ -240,7 +240,7 @@ def parse_arguments() -> argparse.Namespace:
         "--min_steps",
         type=int,
         default=100,
-        help="Least number of training steps, even if they take up to five times the minutes. By default %(default)s",
+        help="Minimum number of training steps, even if they take up to five times the minutes. By default %(default)s",
     )
     parser.add_argument(
         "--draft_vocab_size",

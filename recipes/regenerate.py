@@ -2,9 +2,9 @@
 # dependencies = ["hf-eagle3[train]"]
 # ///
 r"""
-Replaces the answers of a data set with the target's own, because these are what its draft has to predict.
+Replaces the answers of a data set with the target's own, which its draft will have to predict.
 
-With the target in this process, or in one process per GPU:
+With the target in this process, or one in a process per GPU:
 
     accelerate launch recipes/regenerate.py --model_name_or_path Qwen/Qwen3-8B --dtype bfloat16 \
         --dataset_name HuggingFaceH4/ultrachat_200k --dataset_train_split train_sft --output_dir ultrachat-qwen3-8b
@@ -14,13 +14,12 @@ With an OpenAI-compatible server (vLLM, SGLang), which is faster:
     python recipes/regenerate.py --model_name_or_path Qwen/Qwen3-8B --base_url http://localhost:8000/v1 --concurrency 128 \
         --dataset_name HuggingFaceH4/ultrachat_200k --dataset_train_split train_sft --output_dir ultrachat-qwen3-8b
 
-Each of the assistant's turns is replaced, and later answers see the new earlier ones. Prompts that are texts are continued.
-Rows with only a `text` are cut into prompts of `--prompt_tokens`, so that prompts and answers together are as long as the
-text. Texts need no chat template. Rows may have images if the target takes them. New rows have their paths or the images themselves.
+Each of the assistant's turns is replaced, and later answers see the new earlier ones. Prompts that are texts are continued, without
+a chat template. Rows with only a `text` are cut into prompts of `--prompt_tokens`, so that prompts and answers together are as long
+as the text. Rows may have images if the target takes them. New rows have their paths or the images themselves.
 
 Finished rows are written at once. After an interruption the same command continues, and tries failed rows again. Then train
-on the folder with `recipes/train.py --dataset_name ultrachat-qwen3-8b ...`, or on the data set that `--push_to_hub
-me/ultrachat-qwen3-8b` makes of it.
+on the folder with `recipes/train.py --dataset_name ultrachat-qwen3-8b ...`, or push it with `--push_to_hub me/ultrachat-qwen3-8b`.
 """
 
 import asyncio
@@ -79,9 +78,9 @@ class RegenerationArguments:
     output_dir: str = field(metadata={"help": "Folder for the new data, in JSON Lines files."})
     max_new_tokens: int = field(default=2048, metadata={"help": "Longer answers are cut here."})
     temperature: float | None = field(
-        default=None, metadata={"help": "By default as the target is configured. 0 is greedy."}
+        default=None, metadata={"help": "By default the target's own setting. 0 is greedy."}
     )
-    top_p: float | None = field(default=None, metadata={"help": "By default as the target is configured."})
+    top_p: float | None = field(default=None, metadata={"help": "By default the target's own setting."})
     chat_template_path: str | None = field(
         default=None, metadata={"help": "Jinja file that replaces the chat template of the target's tokenizer."}
     )
@@ -92,7 +91,7 @@ class RegenerationArguments:
     chat_template_kwargs: dict | str | None = field(
         default=None,
         metadata={
-            "help": "JSON for the chat template, such as '{\"enable_thinking\": false}'. A row's own comes first."
+            "help": "JSON for the chat template, such as '{\"enable_thinking\": false}'. A row's own take precedence."
         },
     )
     drop_cut_answers: bool = field(
@@ -107,9 +106,9 @@ class RegenerationArguments:
         default=None, metadata={"help": "The model's name on the server. By default `--model_name_or_path`."}
     )
     api_key: str | None = field(default=None, metadata={"help": "The server's key, if it asks for one."})
-    concurrency: int = field(default=64, metadata={"help": "Conversations that the server gets at a time."})
+    concurrency: int = field(default=64, metadata={"help": "Conversations sent to the server at a time."})
     max_retries: int = field(default=5, metadata={"help": "How often to send a failed request again."})
-    timeout: float = field(default=600.0, metadata={"help": "Seconds to wait for an answer of the server."})
+    timeout: float = field(default=600.0, metadata={"help": "Seconds to wait for a server's answer."})
     push_to_hub: str | None = field(
         default=None, metadata={"help": "Data set on the Hub, `<owner>/<name>`, to push all rows to at the end."}
     )

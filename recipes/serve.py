@@ -8,8 +8,8 @@ Runs `transformers serve` with a draft: chat completions, completions and respon
     curl localhost:8000/v1/chat/completions -H "Content-Type: application/json" \
         -d '{"model": "Qwen/Qwen3-8B", "messages": [{"role": "user", "content": "Hello"}]}'
 
-It answers one request after the other. For many at once use an engine with continuous batching, such as vLLM, which
-loads the same draft.
+It answers one request at a time. For many at once use an engine with continuous batching, such as vLLM, which loads the
+same draft.
 """
 
 import argparse

@@ -2,16 +2,15 @@
 # dependencies = ["hf-eagle3[train]"]
 # ///
 """
-Removes rare tokens from a draft's vocabulary, without training. The head of the draft gets smaller, and drafting faster. The
-draft cannot propose the removed tokens, so the target accepts a little less. Text stays the same.
+Removes rare tokens from a draft's vocabulary, without training. The draft's head gets smaller, so drafting gets faster. The draft
+can no longer propose the removed tokens, so the target accepts a little less. Texts stay the same.
 
     python recipes/trim_vocabulary.py my-draft --dataset_name outputs/answers --draft_vocab_size 16384 --output_dir my-draft-16k
 
-Data is what `recipes/train.py` takes: a Hub id, a folder of JSON Lines files, or a file (JSON, Parquet, text). The most frequent tokens stay.
-In conversations only the assistant's tokens count. Texts that the target wrote itself are best.
+The most frequent tokens of the data stay. In conversations only the assistant's tokens count. The target's own texts are best. The data
+may be a Hub id, a folder of JSON Lines files, or a file (JSON, Parquet, text), as for `recipes/train.py`.
 
-If the draft has a record of its training (`training.json`), the new draft gets one, too, for its card. It leaves out what an
-evaluation measured.
+A record of the draft's training (`training.json`) is copied for the new draft's card, without the results of its evaluation.
 """
 
 import argparse
@@ -51,7 +50,7 @@ def write_record(record: dict, folder: Path, draft: Eagle3ForSpeculation, size: 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("draft", type=folder_or_hub_id, help="Folder or Hub id")
-    parser.add_argument("--dataset_name", required=True, help="Texts or conversations that count")
+    parser.add_argument("--dataset_name", required=True, help="Texts or conversations to count tokens in")
     parser.add_argument("--dataset_train_split", default="train", help="The split to read, or a part: train[:1000]")
     parser.add_argument("--draft_vocab_size", type=int, required=True, help="How many tokens stay")
     parser.add_argument(

@@ -89,7 +89,7 @@ def check_weights_file(path: Path, is_quantized: bool = False) -> None:
     if path.suffix == ".safetensors":
         try:
             with safe_open(path, "pt") as content:
-                d2t = content.get_tensor("d2t") if "d2t" in content.keys() else None  # noqa: SIM118  it is no dict
+                d2t = content.get_tensor("d2t") if "d2t" in content.keys() else None  # noqa: SIM118  it is not a dict
                 dtypes = {name: content.get_slice(name).get_dtype() for name in content.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(f"{path} is not a complete safetensors file ({error}). Download it again.") from None

@@ -29,7 +29,7 @@ PROCESSOR_FILES = ("chat_template.json", "processor_config.json")
 
 def check_is_target(name: str | Path, **kwargs: Any) -> None:
     """
-    Raises `ValueError` if a model is a draft or an adapter, or its config.json is no object, and `FileNotFoundError` if it is a path
+    Raises `ValueError` if a model is a draft or an adapter, or its config.json is not an object, and `FileNotFoundError` if it is a path
     that does not exist. `kwargs` are for `PreTrainedConfig.get_config_dict`.
     """
     if is_missing_folder(str(name)):
@@ -177,9 +177,9 @@ class PromptEncoder:
 
     def check_written(self, messages: list[dict], text: str, **kwargs: Any) -> None:
         """
-        Checks that the chat template writes messages of all roles, tool calls, the thoughts of a last answer, tools and
-        documents. Many templates leave out, without an error, what they do not know. `text` is what
-        [`~PromptEncoder.render`] makes of the messages.
+        Checks that the chat template writes messages of all roles, tool calls, the reasoning of a last answer, tools and
+        documents. Many templates silently leave out what they do not know. `text` is what [`~PromptEncoder.render`] makes
+        of the messages.
 
         Raises:
             ValueError: if the template leaves something out.

@@ -44,7 +44,7 @@ class Baseline(NamedTuple):
     overrides: dict[str, Any] = {}
 
     def make_draft(self, target: PreTrainedModel, **overrides: Any) -> DraftModel:
-        """Returns an untrained draft for a loaded target. `overrides` come before the method's own."""
+        """Returns an untrained draft for a loaded target. `overrides` take precedence over the method's own."""
         return self.draft_class.from_target(target, **{**self.overrides, **overrides})
 
 

@@ -19,12 +19,12 @@ def grow_block_tree(
     way; its code calls it `accum_logp`. No other tree with as many nodes has a larger sum of probabilities.
 
     Args:
-        root_tokens (`torch.LongTensor` of shape `(B, 1)`): The tokens the trees hang from.
+        root_tokens (`torch.LongTensor` of shape `(B, 1)`): The roots of the trees.
         scores (`torch.FloatTensor` of shape `(B, D, V)`): Logits of the tokens at each depth.
-        token_ids (`torch.LongTensor` of shape `(V,)`, *optional*): Target ids of the draft vocabulary, if that is another.
+        token_ids (`torch.LongTensor` of shape `(V,)`, *optional*): Target ids of the draft vocabulary. By default all.
         plan (`Plan`):
-            The largest tree. It has at most `branching_factor` children a node, and is a chain if that is 1. Its prices
-            make it smaller where the draft is unsure. Depth costs nothing, so that the price of a level is ignored.
+            The largest tree. Each node has at most `branching_factor` children. Its prices make the tree smaller where the
+            draft is unsure. Depth costs nothing, so the price of a level is ignored.
         threshold (`float`, *optional*, defaults to 0): Less probable paths are left out.
     """
     batch_size, depth, vocab_size = scores.shape

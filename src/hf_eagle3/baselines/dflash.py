@@ -54,12 +54,12 @@ NUM_LAYERS = 5  # of a fresh draft, as in z-lab/Qwen3-4B-DFlash-b16
 @strict
 class DFlashConfig(BaselineConfig):
     """
-    Configuration of a DFlash or JetSpec draft. `config.json` has z-lab's layout, which vLLM and SGLang read. Of the
-    fields of [`BaselineConfig`], `transformer_layer_config` describes Qwen3 layers, and `mask_token_id` is required.
+    Configuration of a DFlash or JetSpec draft. `config.json` has z-lab's layout, which vLLM and SGLang read. See
+    [`BaselineConfig`] for more fields: here `transformer_layer_config` describes Qwen3 layers, and `mask_token_id` is required.
 
     Args:
         block_size (`int`, *optional*, defaults to `16`):
-            Tokens of a block: one that is known, and the masks behind it. A draft proposes `block_size - 1` tokens.
+            Tokens of a block: the known one, and the masks after it. A draft proposes `block_size - 1` tokens.
         is_causal (`bool`, *optional*):
             Whether a token of the block attends only to those before it (JetSpec), or to all (DFlash). `None` makes
             the layers with sliding windows causal, and the others not, as z-lab's code and vLLM do.
@@ -188,7 +188,7 @@ class DFlashForSpeculation(BaselineDraft):
     Embedding and head are the target's, which are neither saved nor trained. Drafts of `speculators` may have their own.
 
     Args:
-        config ([`DFlashConfig`]): Of the network, whose weights are random.
+        config ([`DFlashConfig`]): The configuration. The weights are random.
     """
 
     config_class = DFlashConfig
@@ -354,7 +354,7 @@ class DFlashForSpeculation(BaselineDraft):
 
         Args:
             hidden_states (`torch.FloatTensor` of shape `(B, C, hidden_size)`): [`combine_hidden_states`] of the target's.
-            position_ids (`torch.LongTensor` of shape `(B, C)`): Of those states.
+            position_ids (`torch.LongTensor` of shape `(B, C)`): Their positions.
             cache (`Cache`): Extended in place.
         """
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
@@ -367,10 +367,10 @@ class DFlashForSpeculation(BaselineDraft):
         Additive masks by layer type.
 
         Args:
-            visible (`torch.BoolTensor` of shape `(B, K)`): Which keys hold something.
+            visible (`torch.BoolTensor` of shape `(B, K)`): Which keys are filled.
             distances (`torch.LongTensor` of shape `(B or 1, Q, K)`):
                 How far keys are before the block's tokens. The first of these is the known one.
-            dtype (`torch.dtype`): Of the masks.
+            dtype (`torch.dtype`): The masks' dtype.
         """
         layer_config, masks = self.config.transformer_layer_config, {}
         for layer_type in set(layer_config.layer_types):
@@ -401,23 +401,23 @@ class DFlashForSpeculation(BaselineDraft):
 
         Args:
             input_ids (`torch.LongTensor` of shape `(batch_size, block_size)`):
-                The newest token, and `config.mask_token_id` behind it.
+                The newest token, followed by `config.mask_token_id`.
             hidden_states (`torch.FloatTensor` of shape `(batch_size, context_length, hidden_size)`, *optional*):
                 [`combine_hidden_states`] of the target's states, at the positions that `cache` does not hold yet.
             attention_mask (`torch.Tensor`, *optional*):
                 Of shape `(batch_size, past_length + context_length + block_size)` with zeros on padding, or a dict of
                 additive masks `(batch_size, 1, block_size, past_length + context_length + block_size)` by layer type.
             position_ids (`torch.LongTensor` of shape `(batch_size, context_length + block_size)`, *optional*):
-                Of the context, then of the block. Counted on from the cache by default.
+                Positions of the context, then of the block. By default they continue those of the cache.
             cache (`Cache`, *optional*):
                 The draft's cache. Context and block are added to it. Crop the block before the next pass:
                 `cache.crop(-block_size)`.
             use_cache (`bool`, *optional*, defaults to `False`): Whether to return a cache if none is passed.
             inputs_embeds (`torch.FloatTensor` of shape `(batch_size, block_size, hidden_size)`, *optional*):
-                In place of `input_ids`.
+                Embeddings to read instead of `input_ids`.
             logits_to_keep (`int` or `torch.LongTensor`, *optional*, defaults to `0`):
-                Return the last so many rows only, or these rows. 0 stands for all.
-            kwargs (*optional*): Not used.
+                Return only this many rows, the last ones, or the rows with these indices. 0 stands for all.
+            kwargs (*optional*): Ignored.
 
         Returns:
             [`Eagle3Output`]: Row `k` predicts the `k`-th token of the block itself. Row 0 predicts nothing.

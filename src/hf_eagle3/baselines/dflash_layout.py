@@ -205,7 +205,7 @@ def flat_form(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def digest_of(content: dict[str, Any]) -> str:
-    """SHA-256 of what a draft computes by, in a `config.json` in z-lab's layout."""
+    """SHA-256 of the fields that change what a draft computes, in a `config.json` in z-lab's layout."""
     names = (*LAYER_KEYS, *OUR_KEYS, "block_size", "dflash_config", "is_causal")
     facts = {name: content[name] for name in sorted(names) if name in content and name != "weights_digest"}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

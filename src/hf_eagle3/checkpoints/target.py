@@ -23,7 +23,7 @@ logger = logging.get_logger(__name__)
 
 def target_class(name: str | Path, with_images: bool = False, **kwargs: Any) -> Any:
     """
-    Returns the class of transformers that loads a target: one that sees if there are images, or no other class takes it.
+    Returns the class of transformers that loads a target: a multimodal one if there are images, or if no other class takes it.
 
     Args:
         name (`str` or `Path`): Folder or Hub id.
@@ -50,7 +50,7 @@ def load_on_device(
     **kwargs: Any,
 ) -> PreTrainedModel:
     """
-    Loads a target to decode with, on one device, and quantized by bitsandbytes if asked to, as TRL's scripts do it.
+    Loads a target to decode with, on one device, and optionally quantized by bitsandbytes, as TRL's scripts do.
 
     Args:
         name (`str` or `Path`): Folder or Hub id.
@@ -84,7 +84,7 @@ def load_ends(name: str | Path, revision: str | None = None, **kwargs: Any) -> P
         kwargs (*optional*): For `from_pretrained`.
 
     Raises:
-        ValueError: if the checkpoint lacks them, or their sizes differ from its configuration, or it is no target.
+        ValueError: if the checkpoint lacks them, or their sizes differ from its configuration, or it is not a target.
     """
     shared = {"revision": revision, "trust_remote_code": kwargs.get("trust_remote_code", False)}
     auto_class = target_class(name, **shared)

@@ -53,7 +53,7 @@ class Output:
     that cannot be answered are listed in hidden files, so that no later run tries them again.
 
     Args:
-        folder (`str` or `Path`): The folder. It is made, or belongs to an earlier run with the same settings.
+        folder (`str` or `Path`): A new folder, or that of an earlier run with the same settings.
         settings (`dict`): What the rows are made with.
         process_index (`int`, *optional*, defaults to 0):
             The process that writes. The first process must open the folder before the others.
@@ -205,7 +205,7 @@ def drop_unfinished_line(path: Path) -> None:
 def push_dataset(folder: str | Path, repo_id: str, private: bool | None = None) -> CommitInfo:
     """
     Pushes the rows of an [`Output`] to a data set on the Hub (`<owner>/<name>`, made if it does not exist), in one commit,
-    with a card. An existing card stays, but learns of new columns.
+    with a card. An existing card stays, but new columns are added to it.
 
     Raises:
         ValueError: if there are no rows, or the data set has rows that were made with other settings.

@@ -14,8 +14,8 @@ KEPT_ROLES = {"system", "user", "assistant"}
 
 class Conversation:
     """
-    A row that is being answered: its turns so far, and the messages between the answers that are still missing. Of the
-    arguments of the chat template, those that the row has come first. `features` are those of the data set.
+    A row that is being answered: its turns so far, and the messages between the answers that are still missing. The row's own
+    arguments for the chat template take precedence. `features` are those of the data set.
 
     Raises:
         RowError: if there is nothing to answer, or a message that depends on an original answer (`tool`).

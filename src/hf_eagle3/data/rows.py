@@ -113,7 +113,7 @@ def kind_of(columns: Iterable[str], text_field: str = "text") -> str:
     Returns:
         `str`: `"input_ids"`, `"prompt"` (with `"completion"`), `"messages"`, `"conversations"`, or `text_field`. A data set
         with conversations and their first prompt in a column `prompt` (ultrachat_200k) is one of conversations. A
-        `text_field` other than `"text"` was asked for, and comes first.
+        `text_field` other than `"text"` takes precedence.
 
     Raises:
         ValueError: if no column can be learned from.

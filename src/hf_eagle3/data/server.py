@@ -118,7 +118,7 @@ class ServerClient:
             except Exception as error:
                 self.unanswered.append((conversation.row, error))
                 self.check_server()
-            else:  # a full disk is no failure of the row, and must end the run
+            else:  # a full disk is not a failure of the row, and must end the run
                 self.output.write(conversation.row, result)
                 self.progress.update()
 

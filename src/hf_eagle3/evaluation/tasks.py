@@ -112,7 +112,7 @@ def load_prompts(
         tokenizer (`PreTrainedTokenizerBase`): The target's.
         num_prompts (`int`, *optional*): How many prompts or conversations are taken, from the first on.
         chat_template_kwargs (`dict`, *optional*):
-            Arguments of the template, such as `{"enable_thinking": False}`. Those in a row of a file come first.
+            Arguments of the template, such as `{"enable_thinking": False}`. Those in a row of a file take precedence.
         answer (`Callable`, *optional*):
             Returns the target's answer to a prompt. Without it, conversations end with their first turn.
         images ([`ImageReader`], *optional*): Reads the images of a file's prompts.

@@ -111,7 +111,7 @@ def push_draft(
 ) -> CommitInfo:
     """
     Pushes a draft in one commit: weights, configurations, the code that ships with it, records, plots and card. After an
-    interruption just push again: weights that the Hub already has are not sent twice.
+    interruption push again: uploaded weights are not sent twice.
 
     Args:
         draft ([`Eagle3ForSpeculation`]): The draft.
@@ -356,7 +356,7 @@ def card_on_hub(repo_id: str, revision: str | None = None, token: bool | str | N
         token (`bool` or `str`, *optional*): To read it with.
 
     Raises:
-        ValueError: if its metadata is no YAML, or it is not in UTF-8.
+        ValueError: if its metadata is not YAML, or it is not in UTF-8.
     """
     try:
         path = HfApi().hf_hub_download(repo_id, "README.md", revision=revision, token=token)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading a draft and decoding with it, on torch and transformers: this code travels with every draft."""
+"""Loading a draft and decoding with it. These files ship with every draft and need only torch and transformers."""

@@ -36,7 +36,7 @@ class AssistantMixin:
         raise NotImplementedError(f"`{type(self).__name__}` must define `proposer(call)`.")
 
     def validate_target(self, target: PreTrainedModel) -> None:
-        """Raises `ValueError` if this is no assistant for `target`. Called before anything else happens."""
+        """Raises `ValueError` if this is not an assistant for `target`. Called before anything else happens."""
 
     def resolve_aux_layer_ids(self, target: PreTrainedModel) -> list[int]:
         """Returns the indices of the `hidden_states` of `target` that its proposers read. Index `k` is the state entering layer `k`."""
@@ -67,7 +67,7 @@ class AssistantMixin:
         """
         Decodes for `target.generate(..., assistant_model=self)`, with the arguments and the return value of
         `GenerationMixin._assisted_decoding`. Leaves [`Eagle3GenerationStats`] in `last_generation`. Raises `ValueError` if
-        this is no assistant for `target`, or the call asks for what a tree cannot do.
+        this is not an assistant for `target`, or the call asks for what a tree cannot do.
 
         Args:
             input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer: As there.

@@ -266,7 +266,7 @@ def default_aux_layer_ids(num_target_layers: int) -> list[int]:
 
 
 def config_digest(config_dict: dict[str, Any]) -> str:
-    """SHA-256 of the fields of a `config.json` on which depends what a draft computes."""
+    """SHA-256 of the fields of a `config.json` that change what a draft computes."""
     digested = {name: config_dict[name] for name in DIGESTED if name in config_dict}
     return hashlib.sha256(json.dumps(digested, sort_keys=True, default=str).encode()).hexdigest()
 

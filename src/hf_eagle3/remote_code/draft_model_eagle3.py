@@ -37,8 +37,8 @@ BORROW = (
 
 class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
     """
-    A draft of any network. It reads states of a target and proposes what the target may say next. A subclass has the
-    network with an `lm_head`, and a [`~assistant_eagle3.AssistantMixin.proposer`].
+    A draft with any network. It reads states of a target and proposes its next tokens. A subclass has the network with an
+    `lm_head`, and a [`~assistant_eagle3.AssistantMixin.proposer`].
     """
 
     config_class = Eagle3Config
@@ -61,7 +61,7 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
         else:
             self.d2t = self.t2d = None
-        # In lists, so that they are no submodules: the target's are not saved, moved or trained with the draft.
+        # In lists, so that they are not submodules: the target's are not saved, moved or trained with the draft.
         self._borrowed_embedding = Borrowed()
         self._borrowed_head = Borrowed()
         self._borrowed_version: int | None = None
@@ -81,7 +81,7 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path | None, *args: Any, **kwargs: Any) -> Any:
         """
         Loads a draft. If hf-eagle3 is installed, also those of other projects: `speculators`, SafeAILab/EAGLE, SpecForge,
-        SGLang, Model-Optimizer, AngelSlim and others. A draft without a head gets its target's when it meets it. See
+        SGLang, Model-Optimizer, AngelSlim and others. A draft without a head gets its target's on first use. See
         [`~transformers.PreTrainedModel.from_pretrained`]. With `output_loading_info=True` the second result also has
         the `format`, and what was `renamed`, `ignored` and `assumed`.
 
@@ -181,9 +181,9 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
     ) -> None:
         """
         Saves the draft and its code in `save_directory`. See [`~transformers.PreTrainedModel.save_pretrained`], also for
-        `is_main_process`, `state_dict`, `args` and `kwargs`. Raises `ValueError` if the draft is to be pushed, for which there
-        is [`push_to_hub`]. If hf-eagle3 is installed, also if the draft stores no head and has not met the target whose head it
-        uses, if it could not be loaded again (for example, because weights are NaN), or if the folder has another model.
+        `is_main_process`, `state_dict`, `args` and `kwargs`. Raises `ValueError` for `push_to_hub=True`: call [`push_to_hub`].
+        If hf-eagle3 is installed, also if the draft stores no head and was not yet used with its target, if it could not be
+        loaded again (for example, because weights are NaN), or if the folder has another model.
 
         The folder also serves as `custom_generate`:
         `target.generate(..., custom_generate=folder, assistant_model=draft, trust_remote_code=True)`.
@@ -270,7 +270,7 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         if not self.config.aux_layer_ids_assumed:
             return list(default if ids is None else ids)
         stored = [layer_id - 1 for layer_id in ids or ()]
-        # Drafts that count inputs have the usual states, or the one after the last layer, which is no layer's input.
+        # Drafts that count inputs have the usual states, or the one after the last layer, which is not the input of a layer.
         counts_inputs = depth >= 6 and stored == default or depth in stored
         resolved = default if ids is None else stored if counts_inputs else list(ids)
         if counts_inputs or ids != default:

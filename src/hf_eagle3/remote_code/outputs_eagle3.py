@@ -207,7 +207,7 @@ class Eagle3GenerationStats:
         accepted_lengths (`list[int]`):
             Tokens that each verification forward wrote in each unfinished row. The forward over the prompt verifies
             nothing and is left out.
-        plain_steps (`int`): How many of those forwards had no token to verify, because drafting did not pay.
+        plain_steps (`int`): How many of those forwards had no token to verify, mostly because drafting did not pay.
         lookup_steps (`int`): How many of them verified tokens that were looked up in the text instead of drafted.
         drafted_lengths (`list[int]`): Those `accepted_lengths` that come from drafted trees.
         draft_seconds (`float`):

@@ -47,8 +47,8 @@ class Eagle3TrainingArguments(SFTConfig):
     Configuration of [`Eagle3Trainer`]. It adds arguments of training-time test to [`~trl.SFTConfig`]. Data preparation, chat
     templates, assistant-only loss, packing, logging and checkpoints have TRL's arguments.
 
-    Of the packing strategies, `"bfd"` (the default) and `"bfd_split"` keep documents apart: attention, unroll and loss
-    stay within a document. `"wrapped"` forgets where documents end. It is for running text.
+    The packing strategies `"bfd"` (the default) and `"bfd_split"` keep documents apart: attention, unroll and loss stay
+    within a document. `"wrapped"` ignores where documents end. It is for running text.
 
     Args:
         target_model_init_kwargs (`dict`, *optional*):
@@ -72,8 +72,8 @@ class Eagle3TrainingArguments(SFTConfig):
             Step `s` has the weight `ttt_step_decay ** s` in the loss.
         ttt_row_share (`float`, *optional*, defaults to `1.0`):
             The share of its positions that each drafting step passes on to the next, drawn at random. Step `s` computes
-            `ttt_row_share ** s` of all positions, and their loss is an estimate of the loss at all. Below 1, training sees
-            more tokens in the same time, and fewer positions of the later steps.
+            `ttt_row_share ** s` of all positions, and their loss estimates the loss at all. Below 1, training sees
+            more tokens in the same time, but fewer positions of the later steps.
         sampled_vocab_size (`int`, *optional*):
             Computes the loss on a sample of the draft vocabulary (sampled softmax,
             https://huggingface.co/papers/1412.2007): all tokens to which the target gives 1% or more anywhere in the batch,
@@ -83,7 +83,7 @@ class Eagle3TrainingArguments(SFTConfig):
             The number of evaluation rows whose beginnings `evaluate` continues, to measure the acceptance length. 0
             continues none.
         eval_max_new_tokens (`int`, *optional*, defaults to `64`):
-            The number of tokens by which `evaluate` continues each of them.
+            The number of tokens that `evaluate` generates for each of them.
         use_muon (`bool`, *optional*, defaults to `True`):
             Whether Muon trains the matrices other than `lm_head`, and AdamW the rest at a fifth of `learning_rate`. The
             head begins as a copy of the target's, and large steps would undo that. `False` trains everything with `optim`.
@@ -94,8 +94,8 @@ class Eagle3TrainingArguments(SFTConfig):
         logging_nan_inf_filter (`bool`, *optional*, defaults to `False`):
             Off, because the filter forces a sync in each step. A loss that is not finite ends training anyway.
         ddp_timeout (`int`, *optional*, defaults to 21600):
-            The seconds that processes wait for each other. transformers' half an hour may be too short to tokenize the data,
-            which one process does for all.
+            The seconds that processes wait for each other. transformers' default, half an hour, may be too short: one process
+            tokenizes the data for all.
         gradient_checkpointing (`bool`, *optional*):
             Not supported, because the unroll keeps the keys of every step.
 

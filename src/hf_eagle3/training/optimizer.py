@@ -128,7 +128,7 @@ def split_parameters(
     named: Iterable[tuple[str, torch.nn.Parameter]], exclude: tuple[str, ...] = ()
 ) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
     """
-    Returns the parameters for Muon, and those for AdamW, which have a part of `exclude` in their names or are no matrices.
+    Returns the parameters for Muon, and those for AdamW, which have a part of `exclude` in their names or are not matrices.
     """
     matrices, others = list[torch.nn.Parameter](), list[torch.nn.Parameter]()
     for name, weight in named:

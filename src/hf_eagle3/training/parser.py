@@ -31,7 +31,7 @@ class Eagle3Parser(TrlParser):
 
     Args:
         dataclass_types (`Iterable[type]`): The dataclasses to parse.
-        without (`tuple[str, ...]`, *optional*): Prefixes of fields that the script does not use. They are no flags.
+        without (`tuple[str, ...]`, *optional*): Prefixes of fields that the script does not use. They become no flags.
         kwargs (*optional*): For `argparse.ArgumentParser`, such as the `description`.
     """
 

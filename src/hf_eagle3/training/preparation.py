@@ -45,7 +45,7 @@ logger = get_logger(__name__)
 def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, args: Eagle3TrainingArguments, vocab_size: int) -> None:
     """
     Gives the tokenizer the chat template and the EOS token of the arguments, and the arguments a padding token that the target's
-    table of `vocab_size` tokens has. Raises `ValueError` if the template is no Jinja file, or the tokenizer does not have the
+    table of `vocab_size` tokens has. Raises `ValueError` if the template is not a Jinja file, or the tokenizer does not have the
     token.
     """
     if args.chat_template_path is not None:

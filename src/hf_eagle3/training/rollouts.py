@@ -28,8 +28,8 @@ def assist_rollouts(
     ttt_step_decay: float = 0.8,
 ) -> Iterator[None]:
     """
-    Lets a draft assist the texts that a trainer generates, and adds `acceptance_length` to its logs. In float32 texts,
-    rewards and losses are the same as without the draft.
+    Lets a draft assist a trainer's calls of `generate`, and adds `acceptance_length` to its logs. In float32 texts, rewards
+    and losses are the same as without the draft.
 
     ```py
     trainer = GRPOTrainer(model, reward_funcs=reward, args=args, train_dataset=dataset)

@@ -225,7 +225,7 @@ class DraftSavingTrainer(SFTTrainer):
         try:
             there = card_on_hub(self.hub_model_id, self.args.hub_revision, self.args.hub_token)
             reason = "was edited" if there is not None and is_edited(there) else None
-        except Exception as error:  # no reason to stop training. Those of the HTTP client are no `OSError`
+        except Exception as error:  # no reason to stop training. Those of the HTTP client are not `OSError`s
             reason = f"cannot be read now ({error})"
         if reason is not None:
             logger.warning(f"The card of {self.hub_model_id} {reason}, and stays as it is.")

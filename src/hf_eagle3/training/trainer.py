@@ -81,7 +81,7 @@ class Eagle3Trainer(DraftSavingTrainer):
     Trains an EAGLE-3 draft for a frozen target that runs in the same process.
 
     Data sets are those of [`~trl.SFTTrainer`]: `text`, `messages`, or `prompt` and `completion`, with `images` if the
-    target sees. With `assistant_only_loss=True` only the assistant's tokens of `messages` are learned.
+    target is multimodal. With `assistant_only_loss=True` only the assistant's tokens of `messages` are learned.
 
     ```py
     trainer = Eagle3Trainer(
@@ -400,8 +400,8 @@ class Eagle3Trainer(DraftSavingTrainer):
     ) -> FeatureStore:
         """
         Writes the target's states on the prepared training data to a folder, and returns it as a [`FeatureStore`] that
-        training can read instead of running the target. All processes share the work. If it is interrupted, the same call
-        goes on with the missing shards.
+        training can read instead of running the target. All processes share the work. After an interruption, the same call
+        writes the missing shards.
 
         Args:
             folder (`str` or `Path`): The folder. It takes `(n_aux + 1) * hidden_size` numbers per token.
@@ -444,8 +444,8 @@ class Eagle3Trainer(DraftSavingTrainer):
 
     def _check_loss(self) -> None:
         """
-        Checks the latest loss, when the next batch begins, and before anything is logged or saved: to look at a loss at once
-        would wait for the device. Raises `FloatingPointError` if it is not finite.
+        Checks the latest loss when the next batch begins, and before anything is logged or saved, because reading a loss at
+        once would force a sync. Raises `FloatingPointError` if it is not finite.
         """
         if self._unchecked_loss is None:
             return
