@@ -21,6 +21,7 @@ import transformers
 from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig, skip_first_batches
 from accelerate.data_loader import prepare_data_loader
 from accelerate.state import AcceleratorState
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from conftest import make_prompt, make_target
 from datasets import Dataset, DatasetDict
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
@@ -52,7 +53,7 @@ from hf_eagle3.data import documents_of_row, prompt_of
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 from hf_eagle3.training import models, ttt
 from hf_eagle3.training.checkpoint import last_whole_checkpoint, what_is_broken
-from hf_eagle3.training.checks import check_parallelism
+from hf_eagle3.training.checks import check_call, check_parallelism
 from hf_eagle3.training.console import shown
 from hf_eagle3.training.evaluation import check_best_metric
 from hf_eagle3.training.parser import Eagle3Parser
@@ -1020,6 +1021,19 @@ def test_models_that_fsdp_would_not_save(tmp_path, tokenizer, monkeypatch):
     plugin.activation_checkpointing = True
     with pytest.raises(ValueError, match="`fsdp_activation_checkpointing: true` is not supported"):
         make_trainer(tmp_path, tokenizer)
+
+
+def test_zero_3(tmp_path):
+    args = Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False)
+    for stage, refusal in (
+        (2, nullcontext()),
+        (3, pytest.raises(ValueError, match="DeepSpeed ZeRO-3 .* Use ZeRO-2, or FSDP2")),
+    ):
+        args.deepspeed_plugin = SimpleNamespace(
+            hf_ds_config=HfDeepSpeedConfig({"zero_optimization": {"stage": stage}})
+        )
+        with refusal:
+            check_call("target", args, {"train_dataset": TEXTS})
 
 
 def test_a_process_with_several_gpus(tmp_path, tokenizer, caplog):

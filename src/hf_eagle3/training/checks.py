@@ -37,8 +37,8 @@ def check_call(
 
     Raises:
         TypeError: if `target_model` is not a target, `args` of another class, an argument does not exist, or a data set is something else.
-        ValueError: if an argument of `SFTTrainer` would do nothing, an adapter or a data set is of a kind that cannot be used, or there
-            is none to evaluate on.
+        ValueError: if an argument of `SFTTrainer` would do nothing, an adapter, a data set or DeepSpeed's stage is of a kind that cannot be
+            used, or there is no data set to evaluate on.
     """
     if not isinstance(args, Eagle3TrainingArguments | None):
         raise TypeError(f"`args` must be `Eagle3TrainingArguments`, got {type(args).__name__}.")
@@ -52,6 +52,12 @@ def check_call(
         raise ValueError(
             "The target is adapted by virtual tokens or an activated LoRA (aLoRA), which training would leave out, and decoding with "
             "a draft refuses. Pass the target without its adapter (`get_base_model()`), or with another one."
+        )
+    plugin = None if args is None else args.deepspeed_plugin
+    if plugin is not None and plugin.hf_ds_config.is_zero3():
+        raise ValueError(
+            "DeepSpeed ZeRO-3 keeps only parts of the target and the draft in each process, and training needs their whole embeddings and "
+            "heads. Use ZeRO-2, or FSDP2 if the target does not fit on one GPU (recipes/accelerate_configs/fsdp2.yaml)."
         )
     known = list(inspect.signature(SFTTrainer.__init__).parameters)[3:]  # after `self`, `model` and `args`
     if unknown := [name for name in kwargs if name not in known]:
