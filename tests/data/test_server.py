@@ -53,6 +53,15 @@ def test_reasoning_is_kept(tmp_path):
     assert read_answers(tmp_path)[0]["messages"][-1] == message
 
 
+def test_reasoning_goes_back_under_both_of_its_names(tmp_path):
+    """vLLM reads `reasoning`, SGLang `reasoning_content`."""
+    with chat_server(lambda *args: {**assistant("yes"), "reasoning": "hm"}) as (url, requests):
+        ask(url, [{"messages": [user("a"), assistant("old"), user("b")]}], Output(tmp_path, {}))
+    _, payload = requests[1]
+    assert payload["messages"][1] == {**assistant("yes"), "reasoning_content": "hm", "reasoning": "hm"}
+    assert read_answers(tmp_path)[0]["messages"][1] == {**assistant("yes"), "reasoning_content": "hm"}
+
+
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_what_may_pass_is_tried_again(tmp_path, status):
     with chat_server(lambda payload, number: status if number % 3 else "fine") as (url, requests):

@@ -140,7 +140,7 @@ class ServerClient:
 
     def payload(self, conversation: Conversation) -> dict[str, Any]:
         """Returns the body of the request for the next answer."""
-        messages = with_image_urls(map(with_arguments_as_text, conversation.turns), conversation.images)
+        messages = with_image_urls(map(as_sent, conversation.turns), conversation.images)
         payload = {"model": self.model, "messages": messages, **self.sampling}
         kwargs = dict(conversation.template_kwargs)
         if tools := kwargs.pop("tools", None):
@@ -252,6 +252,12 @@ def message_of(choice: dict) -> dict:
         raise RowError("the server's answer is empty")
     check_calls(message)
     return message
+
+
+def as_sent(message: dict) -> dict:
+    """Returns a message as servers read it: with JSON as arguments of tool calls, and with both of their names of thoughts."""
+    thoughts = message.get("reasoning_content")
+    return with_arguments_as_text(message if thoughts is None else {**message, "reasoning": thoughts})
 
 
 def with_image_urls(messages: Iterable[dict], images: Iterable[Any]) -> list[dict]:
