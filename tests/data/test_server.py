@@ -149,7 +149,9 @@ def test_a_server_that_refuses_everything_after_an_interruption(tmp_path):
     assert not Output(tmp_path, {}).left_out
 
 
-@pytest.mark.parametrize("reason, num_failed", [("abort", 1), ("error", 1), ("content_filter", 0)])
+@pytest.mark.parametrize(
+    "reason, num_failed", [("abort", 1), ("error", 1), ("insufficient_system_resource", 1), ("content_filter", 0)]
+)
 def test_answers_that_are_given_up_are_none(tmp_path, reason, num_failed):
     answer = {**assistant(""), "finish_reason": reason}
     with chat_server(lambda payload, number: answer if payload["messages"][0]["content"] == "1" else "x") as (url, _):
@@ -218,9 +220,10 @@ def test_answers_without_a_finish_reason(tmp_path, choice):
     assert read_answers(tmp_path)[0]["finish_reasons"] == ["stop"]
 
 
+@pytest.mark.parametrize("reason", ["length", "repetition", "model_length"])
 @pytest.mark.parametrize("drops", [False, True])
-def test_answers_that_are_cut(tmp_path, drops):
-    answer = {**assistant("cut in the midd"), "finish_reason": "length"}
+def test_answers_that_are_cut(tmp_path, drops, reason):
+    answer = {**assistant("cut in the midd"), "finish_reason": reason}
     with chat_server(lambda payload, number: answer if payload["messages"][0]["content"] == "1" else "x") as (url, _):
         output = Output(tmp_path, {}, drops_cut_answers=drops)
         assert ask(url, [{"messages": [user(str(i))]} for i in range(3)], output) == 0

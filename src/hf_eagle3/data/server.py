@@ -26,8 +26,10 @@ RETRIED_STATUS = {408, 409, 425, 429}
 ROW_STATUS = {400, 413, 422}
 # If so many requests in succession are refused with one status, or get no answer, the rows are not the cause.
 NUM_REFUSED = 10
-# Finish reasons of answers that the server did not complete.
-GIVEN_UP = {"abort", "error"}
+# Finish reasons of answers that the server did not complete: of vLLM, SGLang and DeepSeek.
+GIVEN_UP = {"abort", "error", "insufficient_system_resource"}
+# Other names of finish reasons. vLLM ends an answer that repeats itself, Mistral one that fills the context.
+FINISH_REASONS = {"function_call": "tool_calls", "repetition": "length", "model_length": "length"}
 
 
 async def regenerate_by_server(
@@ -130,7 +132,7 @@ class ServerClient:
             self.has_answered = True
             self.settle()
             reason = choice.get("finish_reason") or "stop"
-            reason = "tool_calls" if reason == "function_call" else reason
+            reason = FINISH_REASONS.get(reason, reason)
             if reason == "content_filter":
                 raise RowError("the server filters the answer (finish reason 'content_filter')")
             if reason in GIVEN_UP:
