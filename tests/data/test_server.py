@@ -276,6 +276,12 @@ def test_a_full_disk_ends_the_run(tmp_path):
     assert len(requests) <= 6 and not output.done
 
 
+def test_an_answer_that_takes_too_long(tmp_path, caplog):
+    with chat_server(lambda *args: time.sleep(0.5) or "late") as (url, _):
+        assert ask(url, [{"messages": [user("a")]}], Output(tmp_path, {}), max_retries=0, timeout=0.1) == 1
+    assert "Row 0 failed: TimeoutError: no answer in time. Pass a longer `--timeout`" in caplog.text
+
+
 def test_texts_are_for_a_target_in_this_process(tmp_path):
     with pytest.raises(ValueError, match="load the target"):
         ask("http://127.0.0.1:9/v1", [{"prompt": "abc"}], Output(tmp_path, {}))

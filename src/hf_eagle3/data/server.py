@@ -181,7 +181,7 @@ class ServerClient:
             if self.has_answered and is_of_row(error):
                 self.output.leave_out(row, f"the server refuses it: {error.status} {error.message}")
             else:
-                self.fail(row, f"{type(error).__name__}: {error}")
+                self.fail(row, described(error))
         self.unanswered.clear()
 
     def check_server(self, is_end: bool = False) -> None:
@@ -203,7 +203,7 @@ class ServerClient:
         row, failure = self.unanswered[-1]
         what = f"{self.base_url} stopped answering" if self.has_answered else f"No server answers at {self.base_url}"
         raise ConnectionError(
-            f"{what}: {len(self.unanswered)} rows in succession failed. Row {row}: {type(failure).__name__}: {failure}. Check the address "
+            f"{what}: {len(self.unanswered)} rows in succession failed. Row {row}: {described(failure)}. Check the address "
             "(`--base_url`) and the server's log. Finished rows are kept: the same command continues."
         )
 
@@ -218,6 +218,13 @@ def is_refusal(error: Exception) -> TypeGuard[aiohttp.ClientResponseError]:
 def is_of_row(error: Exception) -> TypeGuard[aiohttp.ClientResponseError]:
     """Whether the server refuses a request for a reason that may be in the row."""
     return is_refusal(error) and error.status in ROW_STATUS
+
+
+def described(error: Exception) -> str:
+    """Returns the kind of an error and what it says. That of a whole request that takes too long says nothing itself."""
+    is_timeout = isinstance(error, asyncio.TimeoutError)
+    hint = "no answer in time. Pass a longer `--timeout`, or a smaller `--concurrency`" if is_timeout else ""
+    return f"{type(error).__name__}: {str(error) or hint}"
 
 
 def seconds_asked(error: Exception) -> float:
