@@ -106,6 +106,7 @@ def test_rows_that_a_server_refuses_are_left_out_for_good(tmp_path, caplog, stat
             assert ask(url, rows, output) == 0
             assert len(requests) == num_requests
         assert list(output.left_out) == [3] and f"Row 3: the server refuses it: {status}" in output.report()
+        assert f"delete {tmp_path / '.left_out-*.jsonl'}" in output.report()
     assert sorted(read_answers(tmp_path)) == [0, 1, 2, 4]
 
 
