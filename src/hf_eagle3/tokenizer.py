@@ -192,6 +192,8 @@ class PromptEncoder:
             if message.get("tools"):
                 what, content = "tools of a message. Write them into the column `tools`", None
                 instead = [{name: value for name, value in message.items() if name != "tools"}]
+            elif len(calls := message.get("tool_calls") or ()) > 1 and not content:  # gpt-oss's writes only one
+                what, instead = "tool calls after a message's first", [{**message, "tool_calls": calls[:1]}]
             elif message.get("tool_calls") and not content:  # a content may have them, too
                 what, instead = "tool calls", [{**message, "tool_calls": []}]
             elif content and role not in ("user", "assistant"):

@@ -180,6 +180,7 @@ def test_known_templates_tell_reasoning_from_answers(tmp_path, tokenizer, monkey
         (["", "yes"], [("yes", None)], "Row 0 is left out: its answer is empty"),
         (["<tool_call>\nno json\n</tool_call>", "yes"], [("yes", None)], "cannot be parsed"),
         (["<think>\nhm", "yes"], [("", "hm"), ("yes", None)], ""),
+        (["<think>\n", "yes"], [("yes", None)], "template reads nothing in its answer"),
     ],
 )
 def test_answers_that_are_hard_to_parse(tmp_path, tokenizer, monkeypatch, caplog, answers, written, warning):

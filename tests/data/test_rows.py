@@ -61,6 +61,11 @@ GOOD = {
     "an empty system column": ({"conversations": SHAREGPT, "system": ""}, {"messages": CHAT}),
     "a call": ({"messages": [U, {"role": "assistant", "content": None, "tool_calls": [CALL]}]}, "call"),
     "a call with arguments as text": ({"messages": [U, {"role": "assistant", "tool_calls": [CALL_AS_TEXT]}]}, "call"),
+    "calls as JSON": ({"messages": [U, {"role": "assistant", "tool_calls": json.dumps([CALL_AS_TEXT])}]}, "call"),
+    "no calls and no thoughts": (
+        {"messages": [{**U, "tool_calls": []}, {**A, "tool_calls": "[]", "thinking": ""}]},
+        {"messages": CHAT},
+    ),
     "arguments of other rows": ({"messages": [U, {"role": "assistant", "tool_calls": [CALL_WITH_NULLS]}]}, "call"),
     "ShareGPT with a call": ({"conversations": [SHAREGPT[0], {"from": "gpt", "tool_calls": [CALL]}]}, "call"),
     "OpenAI's older call": (
@@ -221,6 +226,10 @@ BAD = {
         "'chat_template_kwargs' has 'add_generation_prompt', which is set here",
     ),
     "calls of another type": ({"messages": [U, {**A, "tool_calls": ["f"]}]}, "'f' among its tool_calls"),
+    "calls that are none": (
+        {"messages": [U, {**A, "tool_calls": "f(city)"}]},
+        r"tool_calls of message 1 of 'messages'\" has 'f\(city\)', which is not JSON",
+    ),
     "no text": ({"text": None}, "'text' is missing or has nothing in it"),
     "a number as text": ({"text": 5}, "'text' is 5, but must be a text"),
     "a system prompt beside a text": (

@@ -53,6 +53,15 @@ def test_reasoning_is_kept(tmp_path):
     assert read_answers(tmp_path)[0]["messages"][-1] == message
 
 
+def test_reasoning_goes_back_under_both_of_its_names(tmp_path):
+    """vLLM reads `reasoning`, SGLang `reasoning_content`."""
+    with chat_server(lambda *args: {**assistant("yes"), "reasoning": "hm"}) as (url, requests):
+        ask(url, [{"messages": [user("a"), assistant("old"), user("b")]}], Output(tmp_path, {}))
+    _, payload = requests[1]
+    assert payload["messages"][1] == {**assistant("yes"), "reasoning_content": "hm", "reasoning": "hm"}
+    assert read_answers(tmp_path)[0]["messages"][1] == {**assistant("yes"), "reasoning_content": "hm"}
+
+
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_what_may_pass_is_tried_again(tmp_path, status):
     with chat_server(lambda payload, number: status if number % 3 else "fine") as (url, requests):
@@ -97,6 +106,7 @@ def test_rows_that_a_server_refuses_are_left_out_for_good(tmp_path, caplog, stat
             assert ask(url, rows, output) == 0
             assert len(requests) == num_requests
         assert list(output.left_out) == [3] and f"Row 3: the server refuses it: {status}" in output.report()
+        assert f"delete {tmp_path / '.left_out-*.jsonl'}" in output.report()
     assert sorted(read_answers(tmp_path)) == [0, 1, 2, 4]
 
 
@@ -140,7 +150,9 @@ def test_a_server_that_refuses_everything_after_an_interruption(tmp_path):
     assert not Output(tmp_path, {}).left_out
 
 
-@pytest.mark.parametrize("reason, num_failed", [("abort", 1), ("error", 1), ("content_filter", 0)])
+@pytest.mark.parametrize(
+    "reason, num_failed", [("abort", 1), ("error", 1), ("insufficient_system_resource", 1), ("content_filter", 0)]
+)
 def test_answers_that_are_given_up_are_none(tmp_path, reason, num_failed):
     answer = {**assistant(""), "finish_reason": reason}
     with chat_server(lambda payload, number: answer if payload["messages"][0]["content"] == "1" else "x") as (url, _):
@@ -209,9 +221,10 @@ def test_answers_without_a_finish_reason(tmp_path, choice):
     assert read_answers(tmp_path)[0]["finish_reasons"] == ["stop"]
 
 
+@pytest.mark.parametrize("reason", ["length", "repetition", "model_length"])
 @pytest.mark.parametrize("drops", [False, True])
-def test_answers_that_are_cut(tmp_path, drops):
-    answer = {**assistant("cut in the midd"), "finish_reason": "length"}
+def test_answers_that_are_cut(tmp_path, drops, reason):
+    answer = {**assistant("cut in the midd"), "finish_reason": reason}
     with chat_server(lambda payload, number: answer if payload["messages"][0]["content"] == "1" else "x") as (url, _):
         output = Output(tmp_path, {}, drops_cut_answers=drops)
         assert ask(url, [{"messages": [user(str(i))]} for i in range(3)], output) == 0
@@ -262,6 +275,12 @@ def test_a_full_disk_ends_the_run(tmp_path):
     with chat_server(lambda *args: "fine") as (url, requests), full:
         ask(url, rows, output)
     assert len(requests) <= 6 and not output.done
+
+
+def test_an_answer_that_takes_too_long(tmp_path, caplog):
+    with chat_server(lambda *args: time.sleep(0.5) or "late") as (url, _):
+        assert ask(url, [{"messages": [user("a")]}], Output(tmp_path, {}), max_retries=0, timeout=0.1) == 1
+    assert "Row 0 failed: TimeoutError: no answer in time. Pass a longer `--timeout`" in caplog.text
 
 
 def test_texts_are_for_a_target_in_this_process(tmp_path):

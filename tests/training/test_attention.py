@@ -12,6 +12,7 @@ from hf_eagle3.training.attention import (
     blockwise_attention,
     can_compile_flex,
     causal_block_mask,
+    fits_flex,
     merged_attention,
     padded_length,
 )
@@ -89,3 +90,22 @@ def test_flex_attention_needs_triton(monkeypatch, has_triton):
         monkeypatch.setattr(module, "can_compile_flex", lambda _: can_compile_flex(cuda))
     for cache in (TTTCache(documents), BlockCache(documents, documents, 2, is_causal=False)):
         assert (cache.block_mask is not None) == has_triton
+
+
+@pytest.mark.parametrize("memory, fits", [(101_376, False), (166_912, True)])  # of RTX 5090 and A100
+def test_large_heads_need_much_shared_memory(monkeypatch, memory, fits):
+    properties = SimpleNamespace(shared_memory_per_block_optin=memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    for dtype, largest in ((torch.bfloat16, 128), (torch.float32, 64)):
+        assert fits_flex(torch.zeros(1, 2, 3, largest, dtype=dtype))
+        assert fits_flex(torch.zeros(1, 2, 3, largest + 1, dtype=dtype)) == fits
+    documents, calls = torch.zeros(1, 4).long(), []
+    for module, merge in ((attention, "merged_attention"), (dflash_training, "attend_to_text_by_flex")):
+        monkeypatch.setattr(module, "can_compile_flex", lambda _: True)
+        monkeypatch.setattr(module, merge, lambda *args: calls.append(args) or (args[0], args[0][..., 0]))
+    states = torch.rand(1, 2, 8, 96)
+    for cache in (TTTCache(documents), BlockCache(documents, documents, 2, is_causal=False)):
+        query = states[:, :, : 4 if isinstance(cache, TTTCache) else 8]
+        cache.update(states[:, :, :4], states[:, :, :4], 0)
+        cache.attend(0, query, query, query, 0.3)
+    assert len(calls) == (2 if fits else 0)

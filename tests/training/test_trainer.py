@@ -127,6 +127,19 @@ def test_logs(tmp_path, tokenizer):
     assert {"eval_loss", "eval_simulated_acceptance_length"} <= set(evaluation)
 
 
+def test_the_loss_of_an_evaluation_is_that_of_all_its_rows(tmp_path, tokenizer):
+    """Whatever the batches. The mean of the losses of batches would give a short row the weight of a long one."""
+    rows = Dataset.from_dict({"text": ["the end of it all, and so on"[:length] for length in (5, 28, 9)]})
+    settings = {"num_eval_prompts": 0, "ttt_steps": 3}
+    losses = []
+    for batch_size in (1, 2, 3):
+        trainer = make_trainer(tmp_path, tokenizer, per_device_eval_batch_size=batch_size, **settings)
+        metrics = trainer.evaluate(rows)
+        losses.append(metrics["eval_loss"])
+        assert metrics["eval_loss_per_step"] == pytest.approx(metrics["eval_loss"] / (1 + 0.8 + 0.64))
+    assert losses[1:] == pytest.approx(losses[:2], rel=1e-5)
+
+
 def test_arguments_that_change_between_two_trainings(tmp_path, tokenizer):
     """Someone who tries settings in a notebook changes `trainer.args`."""
     trainer = make_trainer(tmp_path, tokenizer, max_steps=1, ttt_steps=2, ttt_warmup=0)

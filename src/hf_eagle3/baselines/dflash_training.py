@@ -19,6 +19,7 @@ from ..training.attention import (
     attend_by_flex,
     can_compile_flex,
     compiled_flex,
+    fits_flex,
     padded_length,
 )
 from ..training.ttt import TTTBatch, counted_rows
@@ -71,7 +72,7 @@ class BlockCache(UnrollCache):
     ) -> torch.Tensor:
         keys, values = self.text[layer_idx]
         query, key, keys = (each.to(value.dtype) for each in (query, key, keys))  # under autocast they differ
-        if self.block_mask is not None:
+        if self.block_mask is not None and fits_flex(query):
             of_text = attend_to_text_by_flex(query, keys, values, self.block_mask, scaling, compiled_flex())
             return attend_to_blocks(query, key, value, *of_text, scaling, self.block_size, self.is_causal)
         num_blocks = max(BLOCK_SIZE // self.block_size, 1)  # at a time

@@ -252,5 +252,7 @@ def parse_by_template(
     message = next((each for each in reversed(parsed) if each.get("tool_calls")), parsed[0] if parsed else None)
     if message is None:
         raise RowError(f"its answer cannot be parsed: {failure}") from failure
+    if not any(value for key, value in message.items() if key != "role"):  # such as text of gpt-oss without a channel
+        raise RowError("the tokenizer's response template reads nothing in its answer")
     check_calls(message)
     return message

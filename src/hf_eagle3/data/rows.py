@@ -48,7 +48,7 @@ OTHER_TOOLS = ("tool_defs", "tool_definitions", "tool_schemas", "available_tools
 # Columns of Alpaca's format that belong to the prompt, and stay behind when the others are renamed.
 PROMPT_PARTS = ("input", "history")
 NUM_SHOWN = 3  # how many reasons, and rows for each, a message names
-# An assistant's message without content may have one of these.
+# An assistant's message without content may have one of these. Empty ones are none, although some templates ask only for the name.
 WITHOUT_CONTENT = {"tool_calls", *THOUGHTS}
 # Arguments of `apply_chat_template` that are not the template's.
 RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "tokenize"}
@@ -336,7 +336,11 @@ def read_message(message: Any, where: str) -> dict:
     """Returns a message of [`read_messages`]. `where` names it in errors."""
     if not isinstance(message, dict):
         raise RowError(f"{where} is {_shown(message)}, but must have role and content")
-    others = {key: value for key, value in message.items() if value is not None}
+    others = {
+        key: value
+        for key, value in message.items()
+        if value is not None and (key not in WITHOUT_CONTENT or _is_something(value))
+    }
     role = others.pop("role", None)
     if role is None and "from" in others:
         speaker = others.pop("from")
@@ -355,9 +359,10 @@ def read_message(message: Any, where: str) -> dict:
         raise RowError(
             f"{where} is to be learned in part, but a message is learned whole or not (`weight`). Split or remove it"
         )
-    calls = calls_of(others)
-    others.pop("function_call", None)
-    if calls is not None:
+    calls = _from_json(calls_of(others), f"tool_calls of {where}")
+    for name in ("function_call", "tool_calls"):
+        others.pop(name, None)
+    if _is_something(calls):
         others["tool_calls"] = [_read_call(call, where) for call in _as_list(calls, f"tool_calls of {where}")]
     if not contents and role == "assistant" and others.keys() & WITHOUT_CONTENT:
         contents = [""]

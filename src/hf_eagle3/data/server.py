@@ -26,8 +26,10 @@ RETRIED_STATUS = {408, 409, 425, 429}
 ROW_STATUS = {400, 413, 422}
 # If so many requests in succession are refused with one status, or get no answer, the rows are not the cause.
 NUM_REFUSED = 10
-# Finish reasons of answers that the server did not complete.
-GIVEN_UP = {"abort", "error"}
+# Finish reasons of answers that the server did not complete: of vLLM, SGLang and DeepSeek.
+GIVEN_UP = {"abort", "error", "insufficient_system_resource"}
+# Other names of finish reasons. vLLM ends an answer that repeats itself, Mistral one that fills the context.
+FINISH_REASONS = {"function_call": "tool_calls", "repetition": "length", "model_length": "length"}
 
 
 async def regenerate_by_server(
@@ -130,7 +132,7 @@ class ServerClient:
             self.has_answered = True
             self.settle()
             reason = choice.get("finish_reason") or "stop"
-            reason = "tool_calls" if reason == "function_call" else reason
+            reason = FINISH_REASONS.get(reason, reason)
             if reason == "content_filter":
                 raise RowError("the server filters the answer (finish reason 'content_filter')")
             if reason in GIVEN_UP:
@@ -140,7 +142,7 @@ class ServerClient:
 
     def payload(self, conversation: Conversation) -> dict[str, Any]:
         """Returns the body of the request for the next answer."""
-        messages = with_image_urls(map(with_arguments_as_text, conversation.turns), conversation.images)
+        messages = with_image_urls(map(as_sent, conversation.turns), conversation.images)
         payload = {"model": self.model, "messages": messages, **self.sampling}
         kwargs = dict(conversation.template_kwargs)
         if tools := kwargs.pop("tools", None):
@@ -179,7 +181,7 @@ class ServerClient:
             if self.has_answered and is_of_row(error):
                 self.output.leave_out(row, f"the server refuses it: {error.status} {error.message}")
             else:
-                self.fail(row, f"{type(error).__name__}: {error}")
+                self.fail(row, described(error))
         self.unanswered.clear()
 
     def check_server(self, is_end: bool = False) -> None:
@@ -201,7 +203,7 @@ class ServerClient:
         row, failure = self.unanswered[-1]
         what = f"{self.base_url} stopped answering" if self.has_answered else f"No server answers at {self.base_url}"
         raise ConnectionError(
-            f"{what}: {len(self.unanswered)} rows in succession failed. Row {row}: {type(failure).__name__}: {failure}. Check the address "
+            f"{what}: {len(self.unanswered)} rows in succession failed. Row {row}: {described(failure)}. Check the address "
             "(`--base_url`) and the server's log. Finished rows are kept: the same command continues."
         )
 
@@ -216,6 +218,13 @@ def is_refusal(error: Exception) -> TypeGuard[aiohttp.ClientResponseError]:
 def is_of_row(error: Exception) -> TypeGuard[aiohttp.ClientResponseError]:
     """Whether the server refuses a request for a reason that may be in the row."""
     return is_refusal(error) and error.status in ROW_STATUS
+
+
+def described(error: Exception) -> str:
+    """Returns the kind of an error and what it says. That of a whole request that takes too long says nothing itself."""
+    is_timeout = isinstance(error, asyncio.TimeoutError)
+    hint = "no answer in time. Pass a longer `--timeout`, or a smaller `--concurrency`" if is_timeout else ""
+    return f"{type(error).__name__}: {str(error) or hint}"
 
 
 def seconds_asked(error: Exception) -> float:
@@ -252,6 +261,12 @@ def message_of(choice: dict) -> dict:
         raise RowError("the server's answer is empty")
     check_calls(message)
     return message
+
+
+def as_sent(message: dict) -> dict:
+    """Returns a message as servers read it: with JSON as arguments of tool calls, and with both of their names of thoughts."""
+    thoughts = message.get("reasoning_content")
+    return with_arguments_as_text(message if thoughts is None else {**message, "reasoning": thoughts})
 
 
 def with_image_urls(messages: Iterable[dict], images: Iterable[Any]) -> list[dict]:

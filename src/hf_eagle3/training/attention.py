@@ -64,7 +64,7 @@ class TTTCache(UnrollCache):
         self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
         keys, values = zip(*self.steps[layer_idx])
-        if self.block_mask is None:
+        if self.block_mask is None or not fits_flex(query):
             return blockwise_attention(query, keys, values, self.documents, scaling)
         return merged_attention(query, keys, values, self.block_mask, scaling, compiled_flex())
 
@@ -240,6 +240,19 @@ def attend_by_flex(
     )
     assert aux.lse is not None  # as asked for
     return output, aux.lse
+
+
+def fits_flex(query: torch.Tensor) -> bool:
+    """
+    Whether kernels of [`compiled_flex`] fit on the device of queries `(B, H, L, D)`. For heads of more than 256 bytes they take up to
+    112 KiB of shared memory, and only GPUs for data centers have so much (https://github.com/pytorch/pytorch/issues/198224). AMD's
+    have kernels of their own.
+    """
+    size = (1 << (query.shape[-1] - 1).bit_length()) * query.element_size()
+    if size <= 256 or torch.version.hip is not None:
+        return True
+    properties = torch.cuda.get_device_properties(query.device)
+    return properties.shared_memory_per_block_optin >= 112 * 1024  # type: ignore[attr-defined]  # torch's stub lacks it
 
 
 def can_compile_flex(device: torch.device) -> bool:

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..data.answers import locked
+from ..data.checks import row_lengths
 from ..environment import public_name
 from ..file_checks import read_json
 from ..files import UNFINISHED, write_atomically
@@ -216,7 +217,7 @@ def start_store(
         "description": description,
         "arguments": arguments,
         "num_rows": len(rows),
-        "num_tokens": sum(map(len, rows["input_ids"])),
+        "num_tokens": int(row_lengths(rows).sum()),
         "rows_per_shard": rows_per_shard,
         "dtype": str(dtype).removeprefix("torch."),
         **({} if images is None else {"images": images}),
@@ -240,7 +241,7 @@ def check_same_store(folder: Path, index: dict, rows: Dataset) -> None:
     if known != index or ours.column_names != theirs.column_names or not ours.equals(theirs):
         raise ValueError(
             f"{folder} holds features of other rows or another target, or stored in another way. Choose another folder, or "
-            "the arguments of its first run."
+            "the arguments of its first run. If the chat template writes today's date, pass one with the date of the first run."
         )
     warn_of_other_target(folder, before, now)
 

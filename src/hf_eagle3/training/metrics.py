@@ -39,19 +39,23 @@ class TTTMetrics:
     def add(self, mode: str, outputs: TTTOutput) -> None:
         """Adds the counts of an unroll."""
         dtype, steps = sum_dtype(self.accelerator.device), len(outputs.num_rows)
-        sums = [getattr(outputs, count.name) for count in fields(TTTOutput) if count.name != "loss_sums"]
+        sums = [getattr(outputs, count.name).detach() for count in fields(TTTOutput)]
         # Steps that a short unroll does not have count no rows.
         counts = F.pad(torch.stack([each.to(dtype) for each in sums]), (0, self.args.ttt_steps - steps))
         self.counts[mode] = counts + self.counts.get(mode, 0)
         self.loss_weights[mode].append(sum(self.args.ttt_step_decay**step for step in range(steps)))
 
     def pop(self, mode: str) -> dict[str, float]:
-        """Returns the metrics since the last call, over all processes, with one entry per drafting step."""
+        """
+        Returns the metrics since the last call, over all processes, with one entry per drafting step; of an evaluation also
+        the loss of all its rows. (`Trainer` logs that of training. For evaluations it takes the mean of the losses of batches,
+        which depends on their sizes.)
+        """
         counts = self.counts.pop(mode, None)
         if counts is None:
             return {}
         counts = self.accelerator.reduce(counts, "sum").cpu()  # one sync for all
-        num_rows, num_correct, num_sampled, acceptance_sums, num_reached, num_accepted = counts
+        loss_sums, num_rows, num_correct, num_sampled, acceptance_sums, num_reached, num_accepted = counts
         if num_rows[0] == 0:
             logger.warning(
                 f"No token of the last {'steps' if mode == 'train' else 'evaluation'} is learned, so the loss is 0: all labels after the "
@@ -73,6 +77,9 @@ class TTTMetrics:
         }
         # Verification always emits one token, and drafted token k if the first k are accepted.
         metrics["simulated_acceptance_length"] = 1 + by_step["joint_acceptance"].sum().item()
+        if mode == "eval":
+            weights = self.args.ttt_step_decay ** torch.arange(len(num_rows))
+            metrics["loss"] = (weights * loss_sums / num_rows.clamp(min=1)).sum().item()
         return metrics
 
     def loss_per_step(self, loss: float, mode: str) -> float:

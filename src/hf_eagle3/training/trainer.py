@@ -541,8 +541,8 @@ class Eagle3Trainer(DraftSavingTrainer):
         with kept_precision(self.draft):
             output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
             metrics = self.metrics.pop("eval") | decoding_metrics(self, dataloader.dataset)
-        if (loss := output.metrics.get(f"{metric_key_prefix}_loss")) is not None:
-            metrics["loss_per_step"] = self.metrics.loss_per_step(loss, "eval")
+        if "loss" in metrics:
+            metrics["loss_per_step"] = self.metrics.loss_per_step(metrics["loss"], "eval")
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
 
