@@ -67,6 +67,8 @@ def load(folder, config, tensors, loader=Eagle3ForSpeculation, **kwargs):
         {"sliding_window": 512, "id2label": {"0": "LABEL_0"}, "return_dict": True, "is_encoder_decoder": False},
         {"eagle_config": {"use_mtp_layernorm": False, "something_new": None, "other": 0, "use_last_layernorm": True}},
         {"rope_scaling": {"rope_type": "default", "mrope_section": None, "alpha": 0}},
+        {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}},  # a text has one position a token
+        {"use_mrope": True, "rope_parameters": {"mrope_section": [1, 1, 2], "mrope_interleaved": True}},
         {"rope_parameters": {"rope_type": None, "rope_theta": None, "factor": None}},
         {"norm_before_residual": 0, "fc_norm": 0, "use_aux_hidden_state": 1},
     ],
@@ -123,9 +125,6 @@ def test_what_changes_nothing(tmp_path, target, reference, changes):
             {"num_hidden_layers": 1, "sliding_window": 8},
             r'add `"layer_types": \["sliding_attention"\]`.*set `use_sliding_window` to f',
         ),
-        ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, "three positions .*SGLang"),
-        ({"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}, "three positions"),
-        ({"use_mrope": True}, "three positions"),
         (
             {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}},
             "`alpha` .1000.0.*also set `rope_theta` to 100000000, which vLLM computes",
