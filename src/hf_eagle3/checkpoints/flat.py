@@ -297,6 +297,10 @@ def check_kind(config: dict, flags: dict, tensors: dict) -> None:
             "it is a parallel draft (P-EAGLE), but config.json does not say which token it reads in place of unknown ones. Add "
             "the one that it was trained with as `mask_token_id`."
         )
+    if "lm_head_layernorm.weight" in names:
+        raise ValueError(
+            "it has the names of speculators' research code (`lm_head_layernorm`). Convert it by that code's `convert_checkpoint.py`."
+        )
     check_parts(config, tensors)
     rope = rope_of(config)
     if rope["rope_type"] == "dynamic" and rope.get("alpha"):
