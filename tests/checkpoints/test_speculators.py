@@ -300,6 +300,19 @@ def test_what_its_trainer_copies_of_the_target(tmp_path, copied):
     assert not copied.keys() & exported["rope_parameters"].keys() - {"partial_rotary_factor", "type"}
 
 
+def test_parallel_drafts_of_an_older_version(tmp_path):
+    """Version 0.6.0 wrote how a draft was trained into its config.json."""
+    reference = Eagle3ForSpeculation.from_target(make_target("llama"), mask_token_id=5)
+    reference.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["weights_digest"], config["auto_map"], config["config_digest"]
+    config |= {"num_depths": 8, "down_sample_ratio": 0.7, "down_sample_ratio_min": 0.2, "embed_requires_grad": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        draft = loader.from_pretrained(tmp_path)
+        assert draft.config.is_parallel and draft.mask_hidden.equal(reference.mask_hidden)
+
+
 THETA = {"rope_type": "default", "rope_theta": 10000.0}
 
 
