@@ -689,15 +689,24 @@ def test_a_file_of_weights_that_was_cut_off_is_named(draft, tmp_path):
 
 
 def test_a_draft_without_weights_is_refused(target, draft):
-    with pytest.raises(ValueError, match="on the meta device"):
+    with pytest.raises(ValueError, match="are on meta: .*not loaded"):
         target.generate(make_prompt(5), assistant_model=copy.deepcopy(draft).to("meta"), max_new_tokens=3)
+
+
+@pytest.mark.parametrize("part", ["fc", "layers", "norm"])
+def test_a_draft_in_several_places_is_refused(target, draft, part):
+    """As `device_map="auto"` splits it over GPUs, if there are several."""
+    split = copy.deepcopy(draft)
+    split.get_submodule(part).to("meta")
+    with pytest.raises(ValueError, match=r"are on cpu, meta: .*split over devices.*without `device_map='auto'`"):
+        target.generate(make_prompt(5), assistant_model=split, max_new_tokens=3)
 
 
 def test_a_draft_that_is_offloaded_is_refused(target, draft, tmp_path):
     """Where `device_map="auto"` finds no room for its head. The mapping of tokens stays on the device."""
     draft.save_pretrained(tmp_path)
     offloaded = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "offloaded"}
-    with pytest.raises(ValueError, match="are offloaded.* whole on one device"):
+    with pytest.raises(ValueError, match="they are offloaded, .* whole on one device"):
         target.generate(make_prompt(5), assistant_model=Eagle3ForSpeculation.from_pretrained(tmp_path, **offloaded))
 
 

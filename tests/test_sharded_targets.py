@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
-from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3 import Eagle3ForSpeculation, assist
 
 folder, = sys.argv[1:]
 draft = Eagle3ForSpeculation.from_pretrained(folder + "/draft").eval()
@@ -29,6 +29,12 @@ for settings in ({"tp_plan": "auto"}, {"fsdp_size": 2}):  # tensor-parallel, and
         assert torch.equal(*texts), (settings, texts)
         # What each process measures differs: none decides by it.
         assert draft.last_generation.acceptance_length > 1 and draft.last_generation.plain_steps <= 1
+# `generate` keeps processes in step unless it is told not to, which a draft does not take.
+before = draft.last_generation
+with assist(target, draft):
+    text = target.generate(prompt, max_new_tokens=24, do_sample=False)
+assert torch.equal(text, target.generate(prompt, max_new_tokens=24, do_sample=False, synced_gpus=False))
+assert draft.last_generation is before
 if dist.get_rank() == 0:
     print("equal")
 dist.barrier()

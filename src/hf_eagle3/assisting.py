@@ -8,8 +8,11 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec
 
+import torch.distributed as dist
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StaticCache
 from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from .remote_code.assistant_eagle3 import CALL_SETTINGS, hook_method
 from .remote_code.auto_eagle3 import logger
@@ -35,7 +38,6 @@ OTHER_DECODING = (
     "dola_layers",
     "is_assistant",  # transformers' own, of another target or of this one's first layers
     "prompt_lookup_num_tokens",
-    "synced_gpus",
     "use_mtp",
 )
 
@@ -144,6 +146,7 @@ def other_decoding(
         "use_cache=False": not kwargs.get("use_cache", True) or asked("use_cache") is False,
         f"cache_implementation={implementation!r}": implementation.startswith(("paged", "quantized", "offloaded_")),
         "num_beams": (asked("num_beams") or 1) > 1,
+        "synced_gpus": is_synced(model, kwargs.get("synced_gpus")),
         **{name: asked(name) for name in OTHER_DECODING},
     }
     if (name := next(filter(others.get, others), None)) is not None:
@@ -163,6 +166,14 @@ def other_decoding(
     except ValueError as error:
         return str(error)
     return None
+
+
+def is_synced(model: PreTrainedModel, synced_gpus: bool | None) -> bool:
+    """Whether `generate` keeps processes that hold shares of the model in step. It decides so itself if the caller does not."""
+    if synced_gpus is not None:
+        return synced_gpus
+    is_shared = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
+    return is_shared and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def generate_with_drafts(generate: Callable, target: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -59,13 +59,14 @@ ROPE_LISTS = {"long_factor", "short_factor"}
 ROPE_KEYS = {
     *ROPE_NUMBERS,
     *ROPE_LISTS,
-    "mrope_interleaved",  # without effect if there is no `mrope_section`
     "mscale",
     "mscale_all_dim",
     "rope_type",
     "truncate",
     "type",  # the old name of `rope_type`
 }
+# Trainers copy these from the target. The rotary embedding of Llama's and Qwen3's layers does not read them.
+NEUTRAL_ROPE_KEYS = {"llama_4_scaling_beta", "max_position_embeddings", "mrope_interleaved", "mrope_section"}
 
 # Drafts of other methods, by their `model_type` or the beginning of a key (`medusa_num_heads`), and what takes them.
 OTHER_METHODS = {
@@ -141,7 +142,7 @@ def check_rope(rope: dict[str, Any]) -> None:
     """
     Raises `ValueError` if transformers does not know the kind of rotary embedding, a number is out of range, or a key unknown.
     """
-    check_keys("The rotary embedding (`rope_parameters`, `rope_scaling`)", rope, ROPE_KEYS)
+    check_keys("The rotary embedding (`rope_parameters`, `rope_scaling`)", rope, ROPE_KEYS | NEUTRAL_ROPE_KEYS)
     check_positive(rope, *ROPE_NUMBERS)
     for name in ("original_max_position_embeddings", "rope_theta"):
         if rope.get(name, 1) is None:

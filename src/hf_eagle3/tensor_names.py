@@ -26,6 +26,8 @@ QWEN3_LAYER = {
     *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
     *(f"self_attn.{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
 }
+# Names that only EAGLE-3's drafts have: SafeAILab's, and those of speculators' research code.
+OF_EAGLE3 = ("midlayer.", "lm_head_layernorm.")
 WRAPPERS = r"\b_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\."
 # Arguments of `cached_file` that make it return `None` for a missing file.
 LENIENT = {
@@ -64,7 +66,7 @@ def is_draft(names: Iterable[str]) -> bool:
     """
     shorter = without_prefix(names)
     names = shorter.values()
-    if any(name.startswith("midlayer.") for name in names):
+    if any(name.startswith(OF_EAGLE3) for name in names):
         return True
     if "hidden_norm.weight" in names:  # a block draft has it outside of its layers
         return False
@@ -80,7 +82,7 @@ def is_draft(names: Iterable[str]) -> bool:
 def is_block_draft(names: Iterable[str]) -> bool:
     """Whether tensors with these names make up a draft like DFlash's, which fuses the target's states before its layers."""
     shorter = set(without_prefix(names).values())
-    return {"fc.weight", "hidden_norm.weight"} <= shorter and not any(name.startswith("midlayer.") for name in shorter)
+    return {"fc.weight", "hidden_norm.weight"} <= shorter and not any(name.startswith(OF_EAGLE3) for name in shorter)
 
 
 def unlike_qwen3(names: Iterable[str]) -> list[str]:

@@ -67,6 +67,8 @@ def load(folder, config, tensors, loader=Eagle3ForSpeculation, **kwargs):
         {"sliding_window": 512, "id2label": {"0": "LABEL_0"}, "return_dict": True, "is_encoder_decoder": False},
         {"eagle_config": {"use_mtp_layernorm": False, "something_new": None, "other": 0, "use_last_layernorm": True}},
         {"rope_scaling": {"rope_type": "default", "mrope_section": None, "alpha": 0}},
+        {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}},  # a text has one position a token
+        {"use_mrope": True, "rope_parameters": {"mrope_section": [1, 1, 2], "mrope_interleaved": True}},
         {"rope_parameters": {"rope_type": None, "rope_theta": None, "factor": None}},
         {"norm_before_residual": 0, "fc_norm": 0, "use_aux_hidden_state": 1},
     ],
@@ -123,9 +125,6 @@ def test_what_changes_nothing(tmp_path, target, reference, changes):
             {"num_hidden_layers": 1, "sliding_window": 8},
             r'add `"layer_types": \["sliding_attention"\]`.*set `use_sliding_window` to f',
         ),
-        ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, "three positions .*SGLang"),
-        ({"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}, "three positions"),
-        ({"use_mrope": True}, "three positions"),
         (
             {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}},
             "`alpha` .1000.0.*also set `rope_theta` to 100000000, which vLLM computes",
@@ -175,6 +174,8 @@ def test_kinds_are_told_by_tensors(tmp_path, reference):
     without_norm = {name: tensor for name, tensor in tensors.items() if "hidden_norm" not in name}
     experts = {name.replace("down_proj", "experts.down_proj"): tensor for name, tensor in tensors.items()}
     unnamed = {name: tensor for name, tensor in tensors.items() if ".mlp." not in name}
+    of_research = {name.replace("midlayer.hidden_norm", "hidden_norm"): tensor for name, tensor in tensors.items()}
+    of_research["lm_head_layernorm.weight"] = of_research.pop("norm.weight")
     mtp = {**without_norm, "pre_fc_norm_hidden.weight": torch.ones(32), "embed_tokens.weight": torch.ones(96, 32)}
     config["num_local_experts"] = 16
     for held, reason in (
@@ -197,6 +198,7 @@ def test_kinds_are_told_by_tensors(tmp_path, reference):
         ),
         ({**tensors, "layers.1.self_attn.q_proj.weight": torch.ones(32, 64)}, "each of its layers reads the token"),
         ({name.replace("midlayer", "layers.0"): tensor for name, tensor in without_norm.items()}, "EAGLE-1 and 2"),
+        ({name.replace("midlayer", "layers.0"): tensor for name, tensor in of_research.items()}, "research code"),
     ):
         for loader in (Eagle3ForSpeculation, AutoModel):
             with pytest.raises(ValueError, match=reason):
@@ -273,6 +275,7 @@ def test_prefixes(tmp_path, target, prefix):
         ),  # Xcodec2's form
         (["fc.weight", "hidden_norm.weight", "layers.0.self_attn.o_proj.weight"], False),  # DFlash
         (["fc.weight", "hidden_norm.weight", "midlayer.self_attn.o_proj.weight"], True),  # SpecForge's experts
+        (["fc.weight", "hidden_norm.weight", "lm_head_layernorm.weight"], True),  # speculators' research code
         (["mtp.fc.weight", "mtp.layers.0.self_attn.o_proj.weight", "embed_tokens.weight"], True),
         (["model.layers.0.eh_proj.weight", "model.layers.0.self_attn.o_proj.weight"], True),
         (["mtp.fc.weight", "mtp.layers.0.self_attn.o_proj.weight", "model.layers.0.self_attn.o_proj.weight"], False),

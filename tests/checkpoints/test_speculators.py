@@ -276,6 +276,43 @@ def test_a_flag_whose_default_readers_disagree_on(tmp_path, said, is_theirs):
     assert len(said) == is_theirs
 
 
+@pytest.mark.parametrize(
+    "copied",
+    [
+        {"mrope_section": [1, 1, 0], "partial_rotary_factor": 1.0},  # of Qwen3.5
+        {"mrope_section": [1, 1, 0], "mrope_interleaved": True, "type": "default"},  # of Qwen3-VL
+        {"llama_4_scaling_beta": 0.1, "max_position_embeddings": 64},  # of Ministral 3
+    ],
+    ids=lambda copied: next(iter(copied)),
+)
+def test_what_its_trainer_copies_of_the_target(tmp_path, copied):
+    """The rotary embedding of its layers does not read these keys. Exports leave them out."""
+    folder = copy_of(tmp_path / "draft", "classic")
+    config = json.loads((folder / "config.json").read_text())
+    config["transformer_layer_config"]["rope_parameters"] |= copied
+    (folder / "config.json").write_text(json.dumps(config))
+    assert_same_logits(folder, load_file(FIXTURES / "classic" / "expected.safetensors"))
+    draft = AutoModel.from_pretrained(folder)
+    del draft.embed_tokens
+    draft.config.has_own_embed_tokens = False
+    export(draft, tmp_path / "sglang", "sglang")
+    exported = json.loads((tmp_path / "sglang" / "config.json").read_text())
+    assert not copied.keys() & exported["rope_parameters"].keys() - {"partial_rotary_factor", "type"}
+
+
+def test_parallel_drafts_of_an_older_version(tmp_path):
+    """Version 0.6.0 wrote how a draft was trained into its config.json."""
+    reference = Eagle3ForSpeculation.from_target(make_target("llama"), mask_token_id=5)
+    reference.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["weights_digest"], config["auto_map"], config["config_digest"]
+    config |= {"num_depths": 8, "down_sample_ratio": 0.7, "down_sample_ratio_min": 0.2, "embed_requires_grad": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        draft = loader.from_pretrained(tmp_path)
+        assert draft.config.is_parallel and draft.mask_hidden.equal(reference.mask_hidden)
+
+
 THETA = {"rope_type": "default", "rope_theta": 10000.0}
 
 
@@ -284,8 +321,6 @@ THETA = {"rope_type": "default", "rope_theta": 10000.0}
     [
         ({"use_rope": False}, "keys that this version does not know: .'use_rope'"),
         ({"is_neox_style": False}, "keys that this version does not know: .'is_neox_style'"),
-        ({"rope_parameters": {**THETA, "mrope_section": [1, 1, 2]}}, "rotary embedding .*'mrope_section'"),
-        ({"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}}, "rotary embedding .*'mrope_section'"),
         ({"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}}, "rotary embedding .*'alpha'"),
         ({"rope_parameters": {"full_attention": THETA, "sliding_attention": THETA}}, "'full_attention', 'sliding"),
         ({"rope_scaling": {"type": "yarn"}}, "cannot be read.*factor"),

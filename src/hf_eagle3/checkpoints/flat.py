@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
 
-from ..config_checks import DEFAULTS, OPTIONAL_SIZES, ROPE_KEYS, changed_defaults, check_sizes
+from ..config_checks import (
+    DEFAULTS,
+    NEUTRAL_ROPE_KEYS,
+    OPTIONAL_SIZES,
+    ROPE_KEYS,
+    changed_defaults,
+    check_sizes,
+)
 from ..file_checks import check_mapping, is_neutral_mapping
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..tensor_names import QWEN3_LAYER, our_names, without_prefix
@@ -115,6 +122,7 @@ NEUTRAL_KEYS = {
     "truncated_vocab_size",
     "unsloth_fixed",
     "use_cache",
+    "use_mrope",
     "use_qk_norm",
     "use_sliding_window",
 }
@@ -289,12 +297,12 @@ def check_kind(config: dict, flags: dict, tensors: dict) -> None:
             "it is a parallel draft (P-EAGLE), but config.json does not say which token it reads in place of unknown ones. Add "
             "the one that it was trained with as `mask_token_id`."
         )
+    if "lm_head_layernorm.weight" in names:
+        raise ValueError(
+            "it has the names of speculators' research code (`lm_head_layernorm`). Convert it by that code's `convert_checkpoint.py`."
+        )
     check_parts(config, tensors)
     rope = rope_of(config)
-    if rope.get("mrope_section") or rope["rope_type"] == "mrope" or config.get("use_mrope"):
-        raise ValueError(
-            "it rotates by three positions a token (`mrope_section`, Qwen-VL), but only one is supported. SGLang runs it."
-        )
     if rope["rope_type"] == "dynamic" and rope.get("alpha"):
         dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         theta = rope["rope_theta"] * rope["alpha"] ** (dim / (dim - 2))
@@ -432,7 +440,11 @@ def layer_config_of(config: dict, flags: dict, tensors: dict[str, torch.Tensor],
             zeros = torch.zeros(layer_config["hidden_size"], dtype=weight.dtype)
             tensors.setdefault(name.replace("q_proj", "o_proj"), zeros)
     layer_config["tie_word_embeddings"] = False
-    rope = rope_of(config)  # unknown keys are refused later
+    rope = rope_of(config)
+    if rope.get("mrope_section"):
+        assumed["mrope_section"] = "without effect, as in texts: the draft reads one position a token, also of images"
+    rope = {key: value for key, value in rope.items() if key not in NEUTRAL_ROPE_KEYS}
+    # Unknown keys are refused later.
     layer_config["rope_parameters"] = {key: value for key, value in rope.items() if key in ROPE_KEYS or value}
     return layer_config
 
@@ -455,6 +467,8 @@ def rope_of(config: dict) -> dict:
             )
         rope |= {name: value for name, value in given.items() if value is not None}
     rope.pop("type", None)
+    if rope["rope_type"] == "mrope":  # the old name of the default with an `mrope_section`
+        rope["rope_type"] = "default"
     original = config.get("original_max_position_embeddings")  # where Phi has it
     if original and rope["rope_type"] != "default":
         rope.setdefault("original_max_position_embeddings", original)

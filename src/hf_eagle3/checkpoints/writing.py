@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from ..config_checks import ROPE_KEYS
 from ..remote_code.configuration_eagle3 import FLAGS
 from ..remote_code.draft_model_eagle3 import DraftModel
 from ..remote_code.loading_eagle3 import fingerprint, similarity
@@ -32,7 +33,7 @@ def flat_config(draft: DraftModel, takes: Collection[str], to: str) -> dict[str,
     check_features(draft, takes, to)
     if config.has_own_embed_tokens:
         check_table(draft, to)
-    rope = dict(layer_config.rope_parameters)
+    rope = {key: value for key, value in layer_config.rope_parameters.items() if key in ROPE_KEYS}
     theta, scaled = rope.pop("rope_theta"), rope["rope_type"] != "default"
     return {
         **{key: getattr(layer_config, key) for key in LAYER_KEYS},

@@ -31,9 +31,12 @@ DRAFT_KEYS = {"speculators_model_type", "draft_vocab_size", "eagle_config", "dfl
 # Others write these into a config.json. They do not change a draft.
 NEUTRAL_KEYS = {
     "auto_map",
+    "down_sample_ratio",
+    "down_sample_ratio_min",
     "embed_requires_grad",
     "enable_sp_ulysses",
     "inference_type",
+    "num_depths",
     "tie_word_embeddings",
     "torch_dtype",
     "use_cache",

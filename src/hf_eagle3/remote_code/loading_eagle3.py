@@ -131,11 +131,14 @@ def mismatch_of(draft: PreTrainedModel, target: PreTrainedModel) -> str | None:
 
 
 def check_draft(draft: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Raises `ValueError` if the draft or the target is not ready: on the meta device, in training mode or offloaded."""
-    if draft.get_output_embeddings().weight.device.type == "meta":
+    """Raises `ValueError` if the draft or the target is not ready: on the meta device or several, in training mode or offloaded."""
+    # Its own table may be elsewhere.
+    devices = {weight.device for name, weight in draft.named_parameters() if not name.startswith("embed_tokens.")}
+    if len(devices) > 1 or torch.device("meta") in devices:
+        places = ", ".join(sorted(map(str, devices)))
         raise ValueError(
-            "The draft's weights are not loaded or are offloaded: it is on the meta device. Load it with `from_pretrained`, "
-            "whole on one device (without `device_map='auto'`)."
+            f"The draft's weights are on {places}: they are offloaded, split over devices or not loaded. Load it with "
+            "`from_pretrained`, whole on one device (without `device_map='auto'`)."
         )
     check_dropout("draft", draft)
     check_embedding(draft, target)
