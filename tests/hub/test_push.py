@@ -23,7 +23,7 @@ from transformers.utils import hub as transformers_hub
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.checkpoints import export
 from hf_eagle3.evaluation import BenchmarkResults
-from hf_eagle3.hub import push_draft, refresh_card
+from hf_eagle3.hub import push_draft, refresh_card, repo_name
 from hf_eagle3.making import FORMS
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 
@@ -163,6 +163,11 @@ def test_a_licence_of_another_name(hub, draft):
     push_draft(draft, REPO)  # as it was
     data = ModelCard(files_of(hub)["README.md"].decode()).data
     assert {name: getattr(data, name) for name in stated} == stated
+
+
+@pytest.mark.parametrize("target", ["big/Model-8B", "/models/Model-8B", "C:\\models\\Model-8B", "models/Model-8B/"])
+def test_the_name_of_a_repo(target):
+    assert repo_name(target) == "Model-8B-speculator.eagle3"
 
 
 def test_a_draft_of_remote_code_has_our_card_too(hub, draft, tmp_path):

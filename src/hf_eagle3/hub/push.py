@@ -5,7 +5,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ def repo_name(verifier: str) -> str:
     Args:
         verifier (`str`): Name or path of the target.
     """
-    return f"{Path(verifier).name}-speculator.eagle3"
+    return f"{PureWindowsPath(verifier).name}-speculator.eagle3"  # takes both kinds of slashes
 
 
 def push_draft(
