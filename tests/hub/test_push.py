@@ -170,6 +170,17 @@ def test_the_name_of_a_repo(target):
     assert repo_name(target) == "Model-8B-speculator.eagle3"
 
 
+def test_a_download_that_is_forced_is_one(hub, draft, tmp_path):
+    export(Eagle3ForSpeculation.from_target(make_target("llama"), **FORMS["classic"]), tmp_path / "sglang", "sglang")
+    push_draft(draft, REPO)
+    hub.repos["me/sglang"] = {"main": [{path.name: path.read_bytes() for path in (tmp_path / "sglang").iterdir()}]}
+    for repo in (REPO, "me/sglang"):
+        for _ in range(2):
+            hub.requests.clear()
+            Eagle3ForSpeculation.from_pretrained(repo, force_download=True)
+            assert hub.requests.count(("GET", f"/{repo}/resolve/main/model.safetensors")) == 1
+
+
 def test_a_draft_of_remote_code_has_our_card_too(hub, draft, tmp_path):
     draft.save_pretrained(tmp_path / "draft")
     loaded = AutoModel.from_pretrained(tmp_path / "draft", trust_remote_code=True)
