@@ -165,6 +165,16 @@ def test_a_licence_of_another_name(hub, draft):
     assert {name: getattr(data, name) for name in stated} == stated
 
 
+def test_tags_stay(hub, draft):
+    push_draft(draft, REPO, tags=["code"])
+    push_draft(draft, REPO, tags=["german"])
+    tags = ModelCard(files_of(hub)["README.md"].decode()).data.tags
+    assert tags[-3:] == ["vllm", "code", "german"] and len(set(tags)) == len(tags)
+    classic = Eagle3ForSpeculation.from_target(make_target("llama"), eagle_aux_hidden_state_layer_ids=[1, 2, 2])
+    push_draft(classic, REPO)  # vLLM does not take it
+    assert ModelCard(files_of(hub)["README.md"].decode()).data.tags == [tag for tag in tags if tag != "vllm"]
+
+
 @pytest.mark.parametrize("target", ["big/Model-8B", "/models/Model-8B", "C:\\models\\Model-8B", "models/Model-8B/"])
 def test_the_name_of_a_repo(target):
     assert repo_name(target) == "Model-8B-speculator.eagle3"
@@ -319,7 +329,7 @@ def make_trainer(tmp_path, tokenizer, model=None, peft_config=None, target_name=
 def test_trainer(hub, tokenizer, tmp_path):
     trainer = make_trainer(tmp_path, tokenizer)
     trainer.train()
-    trainer.push_to_hub(dataset_name="me/chats")
+    trainer.push_to_hub(dataset_name="me/chats", tags=["code"])
     repo = "me/Model-8B-speculator.eagle3"
     assert len(hub.repos[repo]["main"]) == 2
     files = files_of(hub, repo)
@@ -333,7 +343,8 @@ def test_trainer(hub, tokenizer, tmp_path):
     assert refresh_card(repo) == "unchanged" and refresh_card(repo, license="mit") == "refreshed"
     trainer.push_to_hub()
     files = files_of(hub, repo)
-    assert ModelCard(files["README.md"].decode()).data.license == "mit"
+    data = ModelCard(files["README.md"].decode()).data
+    assert data.license == "mit" and "code" in data.tags
     # What somebody has written on the card since is not lost.
     edited = files["README.md"].replace(b"## Limits", b"## Limits, and what I think of it")
     files_of(hub, repo)["README.md"] = edited

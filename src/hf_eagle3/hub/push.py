@@ -38,7 +38,7 @@ from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.loading_eagle3 import weights_digest
 from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation
 from ..tensor_names import find
-from .card import BENCHMARK_RECORD, TRAINING_RECORD, is_edited, is_hub_id, render_card
+from .card import BENCHMARK_RECORD, TRAINING_RECORD, engine_tags, is_edited, is_hub_id, render_card
 from .licenses import check_license, license_of
 
 
@@ -123,7 +123,7 @@ def push_draft(
             See [`render_card`]. The licence defaults to that of the existing card.
         overwrite_card (`bool`, *optional*, defaults to `False`): Whether to replace a card that was edited by hand.
         commit_message, commit_description, private, token, revision, create_pr, max_shard_size, tags (*optional*):
-            See [`~transformers.utils.PushToHubMixin.push_to_hub`].
+            See [`~transformers.utils.PushToHubMixin.push_to_hub`]. Tags of the existing card stay.
 
     Raises:
         PermissionError: if there is no token.
@@ -149,7 +149,7 @@ def push_draft(
             benchmark=benchmark,
             published=published,
             **license_of(existing, license, license_name, license_link),
-            tags=tags or (),
+            tags=[*kept_tags(existing), *(tags or ())],
             max_shard_size=max_shard_size,
             token=token,
         )
@@ -376,6 +376,12 @@ def refresh_card(
     published: Sequence[dict] = (),
     license: str | None = None,
     license_name: str | None = None,
+def kept_tags(existing: ModelCard | None) -> list[str]:
+    """Returns the tags of an earlier card that a new one keeps, if nobody edited it. Engines may not take the new draft."""
+    tags = [] if existing is None or is_edited(existing) else existing.data.get("tags") or []
+    return [tag for tag in tags if tag not in engine_tags(None, None)]
+
+
     license_link: str | None = None,
     untrained: ModelCard | None = None,
     revision: str | None = None,
@@ -403,8 +409,7 @@ def refresh_card(
     )
     if (folder / "config.json").exists():
         stated = license_of(existing, license, license_name, license_link)
-        tags = [] if existing is None or is_edited(existing) else existing.data.get("tags") or []
-        card = card_of_records(repo_id, folder, published=published, tags=tags, **stated)
+        card = card_of_records(repo_id, folder, published=published, tags=kept_tags(existing), **stated)
     elif (folder / "adapter_config.json").exists():
         return "an adapter, kept"
     elif untrained is not None:
