@@ -569,7 +569,19 @@ def test_drafts_of_other_methods_leave_repos_of_other_models_alone(hub, repo):
     assert len(hub.repos["me/target"]["main"]) == 1
 
 
-def test_saving_does_not_push(hub, draft, tmp_path):
+@pytest.mark.parametrize("method", ["medusa", "dflash"])
+def test_drafts_of_other_methods_keep_paths_of_this_machine_to_themselves(hub, tmp_path, method):
+    draft = make_baseline(method, make_target("llama"))
+    (tmp_path / "secret-folder" / "target").mkdir(parents=True)
+    draft.config.speculators_config["verifier"]["name_or_path"] = str(tmp_path / "secret-folder" / "target")
+    draft.push_to_hub(REPO)
+    assert not any(b"secret-folder" in content for content in files_of(hub).values())
+    assert b'"target"' in files_of(hub)["config.json"] and "secret-folder" in draft.config.verifier
+
+
+@pytest.mark.parametrize("method", ["eagle3", "dflash"])
+def test_saving_does_not_push(hub, draft, tmp_path, method):
+    draft = draft if method == "eagle3" else make_baseline(method, make_target("llama"))
     hub.repos["me/target"] = {"main": [{"config.json": b"{}", "model.safetensors": b"weights"}]}
     with pytest.raises(ValueError, match=r"over whatever is in the repo. Call `draft.push_to_hub\(repo_id\)`"):
         draft.save_pretrained(tmp_path / "target", push_to_hub=True, repo_id="me/target")
