@@ -22,9 +22,11 @@ from hf_eagle3 import assist
 from hf_eagle3.checkpoints.target import load_on_device
 from hf_eagle3.environment import (
     DTYPES,
+    add_place_of_draft,
     add_quantization,
     environment,
     folder_or_hub_id,
+    place_of_draft,
     positive_integer,
     run_script,
 )
@@ -58,6 +60,7 @@ def main():
     parser.add_argument("--tasks", nargs="+", required=True, help="Tasks of lm_eval, or of `--include_path`")
     parser.add_argument("--include_path", help="Folder of tasks of your own, as lm_eval takes it")
     parser.add_argument("--limit", type=positive_integer, help="How many questions of each task, from the first on")
+    add_place_of_draft(parser)
     parser.add_argument(
         "--batch_size", type=positive_integer, default=1, help="By default %(default)s, which gains most"
     )
@@ -72,7 +75,7 @@ def main():
         parser.error("this needs lm-evaluation-harness: pip install 'lm_eval[hf]'")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target = load_on_device(args.target, device, args.dtype, args.bits)
-    draft = load_draft(args.draft, dtype=target.dtype).to(device)
+    draft = load_draft(args.draft, dtype=target.dtype, **place_of_draft(args)).to(device)
     tokenizer = load_tokenizer(args.target)
     for context in (nullcontext(), assist(target, draft)):  # download the data, and warm up
         evaluate(target, tokenizer, context, args, limit=1)

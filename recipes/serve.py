@@ -18,7 +18,14 @@ import time
 from transformers.cli.serve import Serve
 
 from hf_eagle3 import assist
-from hf_eagle3.environment import DTYPES, add_quantization, folder_or_hub_id, run_script
+from hf_eagle3.environment import (
+    DTYPES,
+    add_place_of_draft,
+    add_quantization,
+    folder_or_hub_id,
+    place_of_draft,
+    run_script,
+)
 from hf_eagle3.evaluation.drafts import load_draft
 
 
@@ -29,6 +36,7 @@ def main():
     )
     parser.add_argument("--draft", type=folder_or_hub_id, required=True, help="Folder or Hub id")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="Dtype of both")
+    add_place_of_draft(parser)
     add_quantization(parser)
     parser.add_argument("--device", default="auto", help="Device of both: cpu, cuda:0, ...")
     parser.add_argument("--host", default="localhost", help="By default %(default)s")
@@ -36,7 +44,7 @@ def main():
     parser.add_argument("--log_level", default="warning", help="By default %(default)s")
     args = parser.parse_args()
 
-    draft = load_draft(args.draft, dtype=args.dtype)
+    draft = load_draft(args.draft, dtype=args.dtype, **place_of_draft(args))
     server = Serve(
         force_model=args.target,
         dtype=args.dtype,

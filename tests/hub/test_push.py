@@ -638,7 +638,7 @@ def test_push_recipe(hub, draft, tmp_path, run_recipe, caplog):
     draft.save_pretrained(tmp_path / "draft")
     benchmark_of(draft).write(tmp_path / "results.jsonl")
     options = ["--benchmark", tmp_path / "results.jsonl", "--target", "big/Model-8B", "--dtype", "bfloat16"]
-    run_recipe("push.py", tmp_path / "draft", *options, "--dry_run", tmp_path / "dry")
+    run_recipe("push.py", tmp_path, "--draft_subfolder", "draft", *options, "--dry_run", tmp_path / "dry")
     assert hub.requests == [] and (tmp_path / "dry" / "acceptance.png").exists()
     result = run_recipe("push.py", tmp_path / "draft", *options, "--private")
     repo = "me/Model-8B-speculator.eagle3"

@@ -216,7 +216,7 @@ def test_a_branch_for_sglang(tmp_path):
     # The branch is read by its format, from the Hub.
     commands = [
         ["export.py", repo, "--to", "sglang", "--output_dir", folder, "--push_to", repo, "--revision", "sglang"],
-        ["inspect_draft.py", repo, "--revision", "sglang"],
+        ["inspect_draft.py", repo, "--draft_revision", "sglang"],
         ["export.py", repo, "--to", "sglang", "--output_dir", f"{folder}-2", "--push_to", "exports"],  # a new repo
     ]
     script = f"""
