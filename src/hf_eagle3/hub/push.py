@@ -3,7 +3,7 @@
 import json
 import re
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -174,13 +174,19 @@ def push_draft(
         )
 
 
-def operations(folder: Path, held: Iterable[str]) -> list[CommitOperationAdd | CommitOperationDelete]:
+def operations(
+    folder: Path, held: Iterable[str], replaced: Collection[str] = REPLACED
+) -> list[CommitOperationAdd | CommitOperationDelete]:
     """
-    Returns what puts the files of a folder into a repo that has files with the names `held`. Files of an earlier push are
-    deleted, but none in folders: these may have checkpoints of a training, or other drafts.
+    Returns what puts the files of a folder into a repo that has files with the names `held`. Those of an earlier push, by the
+    patterns `replaced`, are deleted. Other folders stay: they may have checkpoints of a training, or other drafts.
     """
+
+    def is_replaced(name: str) -> bool:  # `*` would match slashes, too
+        return any(fnmatchcase(name, each) and name.count("/") == each.count("/") for each in replaced)
+
     new = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    old = {name for name in held if "/" not in name and any(fnmatchcase(name, pattern) for pattern in REPLACED)}
+    old = set(filter(is_replaced, held))
     return [
         *(CommitOperationDelete(name) for name in sorted(old - new.keys())),
         *(CommitOperationAdd(name, path) for name, path in new.items()),
@@ -370,18 +376,18 @@ def card_on_hub(repo_id: str, revision: str | None = None, token: bool | str | N
         raise ValueError(f"The README.md of {repo_id} is no card: {error}. Correct it, or delete it there.") from error
 
 
-def refresh_card(
-    repo_id: str,
-    *,
-    published: Sequence[dict] = (),
-    license: str | None = None,
-    license_name: str | None = None,
 def kept_tags(existing: ModelCard | None) -> list[str]:
     """Returns the tags of an earlier card that a new one keeps, if nobody edited it. Engines may not take the new draft."""
     tags = [] if existing is None or is_edited(existing) else existing.data.get("tags") or []
     return [tag for tag in tags if tag not in engine_tags(None, None)]
 
 
+def refresh_card(
+    repo_id: str,
+    *,
+    published: Sequence[dict] = (),
+    license: str | None = None,
+    license_name: str | None = None,
     license_link: str | None = None,
     untrained: ModelCard | None = None,
     revision: str | None = None,
