@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import HTTPError, StrictDataclassError
 
 from . import __version__
 
@@ -181,12 +181,12 @@ def print_any_character() -> None:
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
     """
-    Ends a script with one line, without a traceback, at errors that its user can mend: a package, file or model is missing, or
-    an argument is wrong.
+    Ends a script with one line, without a traceback, at errors that its user can mend: a package, file or model is missing, the Hub
+    cannot be reached, or an argument is wrong.
     """
     try:
         yield
-    except (ImportError, OSError, StrictDataclassError, ValueError) as error:  # the third of configurations
+    except (HTTPError, ImportError, OSError, StrictDataclassError, ValueError) as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from None
 
 
