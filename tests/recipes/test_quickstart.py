@@ -101,8 +101,6 @@ def test_what_does_not_exist_is_told_before_training(tmp_path, run_recipe):
     arguments = ["--output_dir", tmp_path / "out", "--target", "me/target", "--dataset", tmp_path / "texts.jsonl"]
     result = run_recipe("quickstart.py", *arguments, "--prompts", tmp_path / "none.jsonl")
     assert result.returncode == 1 and "none.jsonl" in result.stderr and not (tmp_path / "out").exists()
-    result = run_recipe("quickstart.py", *arguments, "--dataset_train_split", "train_sft")
-    assert result.returncode == 1 and "There is no split 'train_sft'" in result.stderr
 
 
 def test_conversations_without_an_answer(tmp_path, tokenizer):
