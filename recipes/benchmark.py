@@ -334,7 +334,8 @@ def print_report(args, results: BenchmarkResults, dtype: torch.dtype) -> None:
     for name, reason in {**run["missing_tasks"], **run["left_out"]}.items():
         print(f"Left out: {name}. {reason}")
     if (alone := [name for name in args.methods if name not in IN_BATCHES]) and max(args.batch_sizes) > 1:
-        print(f"Measured at batch size 1 only, because transformers takes one sequence at a time: {', '.join(alone)}.")
+        measured = "Measured at batch size 1 only" if 1 in args.batch_sizes else "Not measured without batch size 1"
+        print(f"{measured}, because transformers takes one sequence at a time: {', '.join(alone)}.")
 
 
 def print_profiles(args, target, draft, task: str, prompts: list, sampling: dict) -> None:

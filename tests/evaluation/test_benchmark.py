@@ -6,10 +6,11 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_block_draft, make_draft, make_prompt, make_target
+from conftest import load_script, make_block_draft, make_draft, make_prompt, make_target
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from seeing import gemma3, make, make_image, make_processor
@@ -256,6 +257,16 @@ def results_of(*speedups, **changes):
         for method in ("plain", "eagle3")
     ]
     return BenchmarkResults({"environment": {}}, measurements)
+
+
+@pytest.mark.parametrize(("sizes", "said"), [([1, 4], "Measured at batch size 1 only"), ([4], "Not measured without")])
+def test_methods_that_take_no_batches_are_named(capsys, sizes, said):
+    results = results_of(2.0, batch_size=4)
+    results.run |= {"tree": {}, "missing_tasks": {}, "left_out": {}}
+    args = SimpleNamespace(target="t", repeats=1, max_new_tokens=8, methods=["plain", "assistant"], batch_sizes=sizes)
+    load_script("recipes/benchmark.py").print_report(args, results, torch.float32)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(said) and last.endswith(": assistant.")
 
 
 def test_rows_and_table():
