@@ -45,9 +45,11 @@ from hf_eagle3.checkpoints.target import load_on_device
 from hf_eagle3.data import ImageReader, num_positions
 from hf_eagle3.environment import (
     DTYPES,
+    add_place_of_draft,
     add_quantization,
     environment,
     folder_or_hub_id,
+    place_of_draft,
     positive_integer,
     run_script,
     usable_device,
@@ -85,11 +87,16 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=folder_or_hub_id, help="Target: a folder or a Hub id")
     parser.add_argument("--draft", type=folder_or_hub_id, help="Draft: a folder or a Hub id")
+    add_place_of_draft(parser)
     parser.add_argument("--trust_remote_code", action="store_true", help="Run code from the target's repo")
     parser.add_argument("--code", choices=CODES, default="installed", help=CODE_HELP)
-    parser.add_argument("--assistant", help="Small model for the method `assistant`: a folder or a Hub id")
     parser.add_argument(
-        "--dflash", help="Draft for transformers' own DFlash (`muse_glimmer_assistant`). For others use `--draft`"
+        "--assistant", type=folder_or_hub_id, help="Small model for the method `assistant`: a folder or a Hub id"
+    )
+    parser.add_argument(
+        "--dflash",
+        type=folder_or_hub_id,
+        help="Draft for transformers' own DFlash (`muse_glimmer_assistant`). For others use `--draft`",
     )
     parser.add_argument(
         "--tasks", "--prompts", nargs="+", default=[OFFLINE], help="Tasks, files or folders: see above"
@@ -276,7 +283,7 @@ def load_models(args, with_images: bool) -> dict:
 
 def load_measured_draft(args, dtype: torch.dtype):
     """Returns the draft with the settings of its trees, and the digest of its checkpoint's weights."""
-    draft = load_draft(args.draft, args.code, dtype="auto")
+    draft = load_draft(args.draft, args.code, dtype="auto", **place_of_draft(args))
     weights = weights_digest(draft.state_dict())  # whatever the dtype it runs in
     draft = draft.to(args.device, dtype if args.dtype != "auto" else draft.dtype)
     for name in DEFAULT_TREE_SETTINGS:
@@ -327,7 +334,8 @@ def print_report(args, results: BenchmarkResults, dtype: torch.dtype) -> None:
     for name, reason in {**run["missing_tasks"], **run["left_out"]}.items():
         print(f"Left out: {name}. {reason}")
     if (alone := [name for name in args.methods if name not in IN_BATCHES]) and max(args.batch_sizes) > 1:
-        print(f"Measured at batch size 1 only, because transformers takes one sequence at a time: {', '.join(alone)}.")
+        measured = "Measured at batch size 1 only" if 1 in args.batch_sizes else "Not measured without batch size 1"
+        print(f"{measured}, because transformers takes one sequence at a time: {', '.join(alone)}.")
 
 
 def print_profiles(args, target, draft, task: str, prompts: list, sampling: dict) -> None:

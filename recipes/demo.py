@@ -28,14 +28,16 @@ from transformers import BatchEncoding, set_seed
 from transformers.generation.streamers import BaseStreamer
 
 from hf_eagle3 import Eagle3GenerationStats, Eagle3Step
-from hf_eagle3.checkpoints import target_class
 from hf_eagle3.checkpoints.files import full_name
+from hf_eagle3.checkpoints.target import load_on_device
 from hf_eagle3.drawing import NUM_DEPTHS, color, decode, describe_origin, describe_step, tree_svg
 from hf_eagle3.environment import (
     DTYPES,
+    add_place_of_draft,
     folder_or_hub_id,
     is_path,
     machine_name,
+    place_of_draft,
     public_name,
     run_script,
     usable_device,
@@ -144,12 +146,17 @@ class Comparison:
         self.worker = ThreadPoolExecutor(max_workers=1)
 
     @classmethod
-    def from_pretrained(cls, target: str, draft: str, dtype: str = "auto", device: str | None = None) -> "Comparison":
-        """Loads both models, by folder or Hub id, and warms them up with a short text."""
+    def from_pretrained(
+        cls, target: str, draft: str, dtype: str = "auto", device: str | None = None, **place: str
+    ) -> "Comparison":
+        """
+        Loads both models, by folder or Hub id, and warms them up with a short text. `place` is the `revision` and `subfolder` of
+        the draft.
+        """
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         tokenizer = load_tokenizer(target)
-        model = target_class(target).from_pretrained(target, dtype=dtype).to(device).eval()
-        assistant = load_draft(draft, dtype=dtype).to(device)
+        model = load_on_device(target, device, dtype)
+        assistant = load_draft(draft, dtype=dtype, **place).to(device)
         comparison = cls(model, assistant, tokenizer)
         for _ in comparison.run("A", max_new_tokens=16):
             pass
@@ -386,7 +393,7 @@ APP = '''"""The same prompt without and with a draft: see demo.py."""
 from demo import Comparison, make_app
 
 
-app = make_app(Comparison.from_pretrained({target!r}, {draft!r}))
+app = make_app(Comparison.from_pretrained({arguments}))
 
 if __name__ == "__main__":
     app.launch()
@@ -401,9 +408,12 @@ from, and the tree of each step.
 """
 
 
-def push_space(repo_id: str, target: str, draft: str, package: str, private: bool | None = None) -> CommitInfo:
+def push_space(
+    repo_id: str, target: str, draft: str, package: str, private: bool | None = None, **settings: str
+) -> CommitInfo:
     """
-    Makes the page a Space on the Hub, in one commit. `package` is the line of its requirements.txt.
+    Makes the page a Space on the Hub, in one commit. `package` is the line of its requirements.txt, and `settings` are more
+    arguments of [`Comparison.from_pretrained`].
 
     Raises:
         ValueError: if target or draft are not on the Hub, or the Space has another page.
@@ -419,8 +429,8 @@ def push_space(repo_id: str, target: str, draft: str, package: str, private: boo
     except PackageNotFoundError as error:
         raise ModuleNotFoundError(NEEDS_GRADIO) from error
     api = HfApi()
-    for name in (target, draft):
-        api.model_info(name)
+    for name, revision in ((target, None), (draft, settings.get("revision"))):
+        api.model_info(name, revision=revision)
     repo_id = full_name(repo_id, None)
     try:
         held = set(api.list_repo_files(repo_id, repo_type="space"))
@@ -436,8 +446,9 @@ def push_space(repo_id: str, target: str, draft: str, package: str, private: boo
         models=[target, draft],
         tags=["speculative-decoding"],
     )
+    arguments = [repr(target), repr(draft), *(f"{name}={value!r}" for name, value in settings.items())]
     files = {
-        "app.py": APP.format(target=target, draft=draft),
+        "app.py": APP.format(arguments=", ".join(arguments)),
         "demo.py": Path(__file__).read_text(encoding="utf-8"),
         "requirements.txt": package + "\n",
         "README.md": CARD.format(metadata=card.to_yaml(), target=target, draft=draft),
@@ -455,6 +466,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=folder_or_hub_id, required=True, help="Folder or Hub id")
     parser.add_argument("--draft", type=folder_or_hub_id, required=True, help="Folder or Hub id")
+    add_place_of_draft(parser)
     parser.add_argument(
         "--dtype", choices=DTYPES, default="auto", help="Dtype of target and draft; float32 for identical texts"
     )
@@ -464,11 +476,13 @@ def main():
     parser.add_argument("--package", default="hf-eagle3[demo]", help="What the Space installs, such as a git URL")
     args = parser.parse_args()
     if args.push_to:
-        commit = push_space(args.push_to, args.target, args.draft, args.package, args.private or None)
+        settings = {"dtype": args.dtype, **place_of_draft(args)}
+        commit = push_space(args.push_to, args.target, args.draft, args.package, args.private or None, **settings)
         print(f"Pushed: {commit.commit_url}")
         return
     import_gradio()  # Fails before models are loaded.
-    make_app(Comparison.from_pretrained(args.target, args.draft, args.dtype, args.device)).launch()
+    comparison = Comparison.from_pretrained(args.target, args.draft, args.dtype, args.device, **place_of_draft(args))
+    make_app(comparison).launch()
 
 
 if __name__ == "__main__":

@@ -22,9 +22,11 @@ from hf_eagle3 import assist
 from hf_eagle3.checkpoints.target import load_on_device
 from hf_eagle3.environment import (
     DTYPES,
+    add_place_of_draft,
     add_quantization,
     environment,
     folder_or_hub_id,
+    place_of_draft,
     positive_integer,
     run_script,
 )
@@ -33,8 +35,8 @@ from hf_eagle3.files import write_atomically
 from hf_eagle3.tokenizer import load_tokenizer
 
 
-def evaluate(target, tokenizer, context, args, limit: int | None) -> tuple[dict, list, float]:
-    """Returns the metrics of each task, the target's answers, and seconds."""
+def evaluate(target, tokenizer, context, args, limit: int | None) -> tuple[dict, dict, float]:
+    """Returns the metrics of each task, the target's answers by task and question, and seconds."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -47,7 +49,10 @@ def evaluate(target, tokenizer, context, args, limit: int | None) -> tuple[dict,
             client, tasks=args.tasks, limit=limit, task_manager=manager, log_samples=True, bootstrap_iters=0
         )
     seconds = time.perf_counter() - start
-    answers = [sample["resps"] for samples in results["samples"].values() for sample in samples]
+    # There is a sample for each filter of a task (gsm8k has two), but only one answer to a question.
+    answers = {
+        (task, each["doc_id"]): each["resps"] for task, samples in results["samples"].items() for each in samples
+    }
     return results["results"], answers, seconds
 
 
@@ -55,6 +60,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=folder_or_hub_id, required=True, help="Folder or Hub id")
     parser.add_argument("--draft", type=folder_or_hub_id, required=True, help="Folder or Hub id")
+    add_place_of_draft(parser)
     parser.add_argument("--tasks", nargs="+", required=True, help="Tasks of lm_eval, or of `--include_path`")
     parser.add_argument("--include_path", help="Folder of tasks of your own, as lm_eval takes it")
     parser.add_argument("--limit", type=positive_integer, help="How many questions of each task, from the first on")
@@ -72,13 +78,13 @@ def main():
         parser.error("this needs lm-evaluation-harness: pip install 'lm_eval[hf]'")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target = load_on_device(args.target, device, args.dtype, args.bits)
-    draft = load_draft(args.draft, dtype=target.dtype).to(device)
+    draft = load_draft(args.draft, dtype=target.dtype, **place_of_draft(args)).to(device)
     tokenizer = load_tokenizer(args.target)
     for context in (nullcontext(), assist(target, draft)):  # download the data, and warm up
         evaluate(target, tokenizer, context, args, limit=1)
     plain, answers, plain_seconds = evaluate(target, tokenizer, nullcontext(), args, args.limit)
     assisted, same, seconds = evaluate(target, tokenizer, assist(target, draft), args, args.limit)
-    num_same = sum(ours == theirs for ours, theirs in zip(same, answers, strict=True))
+    num_same = sum(same[question] == answer for question, answer in answers.items())
     summary = {
         "results": plain,
         "with the draft": assisted,

@@ -21,18 +21,25 @@ format's name, or that of `--revision`:
 
 import argparse
 from contextlib import nullcontext
+from pathlib import Path
 
 from huggingface_hub import HfApi
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints import WRITABLE, export, load_ends
 from hf_eagle3.checkpoints.files import check_new_folder, check_repo, verifier_without_path
-from hf_eagle3.environment import folder_or_hub_id, run_script
+from hf_eagle3.environment import add_place_of_draft, folder_or_hub_id, place_of_draft, run_script
+from hf_eagle3.hub.push import operations
+
+
+# A new branch begins with the files of the main branch, where these are of another format.
+REPLACED = ("*.json", "*.py", "*.safetensors", "*.bin", "custom_generate/generate.py")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("draft", type=folder_or_hub_id, help="Folder or Hub id, in any format that can be read")
+    add_place_of_draft(parser)
     parser.add_argument("--to", required=True, choices=[*WRITABLE, "speculators"], help="Format to write")
     parser.add_argument(
         "--target", type=folder_or_hub_id, help="The draft's target, if its format does not name it: folder or Hub id"
@@ -42,22 +49,23 @@ def main():
         "--python", help="For openvino: the interpreter of an environment with optimum-intel and openvino"
     )
     parser.add_argument("--output_dir", required=True, help="A new folder")
-    parser.add_argument("--draft_revision", help="Revision of the draft on the Hub")
     parser.add_argument("--push_to", help="Hub repo to push the folder to")
     parser.add_argument("--revision", help="Branch of that repo. By default the format's name")
     args = parser.parse_args()
     for option, form in (("target_gguf", "gguf"), ("python", "openvino")):
         if getattr(args, option) is not None and args.to != form:
             parser.error(f"--{option} is for --to {form}")
+    if args.revision is not None and args.push_to is None:
+        parser.error("--revision is for --push_to. To export another revision of the draft, pass --draft_revision")
+    check_new_folder(args.output_dir)
     if args.push_to:
         check_repo(args.push_to, None, None)
-    draft = Eagle3ForSpeculation.from_pretrained(args.draft, revision=args.draft_revision)
+    draft = Eagle3ForSpeculation.from_pretrained(args.draft, **place_of_draft(args))
     if args.target is not None:
         draft.pair_with(load_ends(args.target))
     if args.to == "speculators":
         if draft.config.speculators_config is None:
             raise SystemExit("vLLM needs the target's name, and this draft's format does not have it. Pass --target.")
-        check_new_folder(args.output_dir)
         # What is published does not name a folder on this machine.
         with verifier_without_path(draft) if args.push_to else nullcontext():
             draft.save_pretrained(args.output_dir)
@@ -68,15 +76,10 @@ def main():
     if args.push_to:
         api, branch = HfApi(), args.revision or args.to
         repo_id = api.create_repo(args.push_to, exist_ok=True).repo_id
-        api.create_branch(repo_id, branch=branch, exist_ok=True)
-        api.upload_folder(
-            repo_id=repo_id,
-            folder_path=args.output_dir,
-            revision=branch,
-            # A new branch begins with the files of the main branch.
-            delete_patterns=["*.json", "*.py", "*.safetensors"],
-            commit_message=f"The draft in the {args.to} format",
-        )
+        if not branch.startswith("refs/pr"):  # a pull request is no branch that could be made
+            api.create_branch(repo_id, branch=branch, exist_ok=True)
+        files = operations(Path(args.output_dir), api.list_repo_files(repo_id, revision=branch), REPLACED)
+        api.create_commit(repo_id, files, commit_message=f"The draft in the {args.to} format", revision=branch)
         print(f"Pushed it to the branch {branch} of {repo_id}.")
 
 

@@ -19,9 +19,17 @@ import argparse
 
 import torch
 
-from hf_eagle3.checkpoints import describe_engines, load_ends, target_class
+from hf_eagle3.checkpoints import describe_engines, load_ends
+from hf_eagle3.checkpoints.target import load_on_device
 from hf_eagle3.drawing import describe_step, tree_text
-from hf_eagle3.environment import folder_or_hub_id, is_path, positive_integer, run_script
+from hf_eagle3.environment import (
+    add_place_of_draft,
+    folder_or_hub_id,
+    is_path,
+    place_of_draft,
+    positive_integer,
+    run_script,
+)
 from hf_eagle3.evaluation.drafts import load_draft, method_of
 from hf_eagle3.remote_code.configuration_eagle3 import FLAGS
 from hf_eagle3.remote_code.policy_eagle3 import tree_settings
@@ -150,7 +158,7 @@ def print_trees(draft, name: str, prompt: str, num_steps: int) -> None:
     if not tokens:
         raise ValueError("--prompt is empty. Write a prompt.")
     inputs = torch.tensor([tokens])
-    target = target_class(name).from_pretrained(name, dtype="auto").eval()
+    target = load_on_device(name, "cpu")
     config = draft.generation_config
     config.tree_policy, config.assistant_confidence_threshold, config.output_steps = "static", 0.0, True
     most = 1 + tree_settings(config)["tree_depth"]  # tokens that a step writes
@@ -172,8 +180,7 @@ def print_trees(draft, name: str, prompt: str, num_steps: int) -> None:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("draft", type=folder_or_hub_id, help="Folder or Hub id")
-    parser.add_argument("--revision", help="Revision on the Hub")
-    parser.add_argument("--subfolder", default="", help="The draft's folder in its repo, if it is not the root")
+    add_place_of_draft(parser)
     parser.add_argument(
         "--target", type=folder_or_hub_id, help="Folder or Hub id of a model to check the draft against"
     )
@@ -186,7 +193,7 @@ def main():
     args = parser.parse_args()
     if args.prompt is not None and args.target is None:
         parser.error("--prompt needs a model that continues it: pass --target")
-    draft, info = load_draft(args.draft, revision=args.revision, subfolder=args.subfolder, output_loading_info=True)
+    draft, info = load_draft(args.draft, output_loading_info=True, **place_of_draft(args))
     if info["format"] == "speculators" and draft.config.speculators_config is None:
         info["format"] += ", without a target"  # vLLM does not take it as it is, whatever it is paired with below
     rows, fits = [*describe(draft, info), ("transformers", "generate(assistant_model=draft)")], []

@@ -13,7 +13,7 @@ After an interruption run it again: uploaded weights are not sent twice. `--dry_
 import argparse
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.environment import folder_or_hub_id, run_script
+from hf_eagle3.environment import add_place_of_draft, folder_or_hub_id, place_of_draft, run_script
 from hf_eagle3.evaluation import BenchmarkResults
 from hf_eagle3.hub import check_license, push_draft, repo_name, write_draft
 
@@ -21,6 +21,7 @@ from hf_eagle3.hub import check_license, push_draft, repo_name, write_draft
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("draft", type=folder_or_hub_id, help="Folder or Hub id, in any format that can be read")
+    add_place_of_draft(parser)
     parser.add_argument("--repo_id", help="By default <you>/<target>-speculator.eagle3")
     parser.add_argument("--benchmark", help="File that `recipes/benchmark.py --json` wrote for this draft")
     parser.add_argument("--target", help="Hub id of the target, if the draft names it differently")
@@ -41,7 +42,7 @@ def main():
     check_license(**{key.removeprefix("license_"): value for key, value in license.items()})
     benchmark = BenchmarkResults.read(args.benchmark) if args.benchmark else None
 
-    draft = Eagle3ForSpeculation.from_pretrained(args.draft, dtype=args.dtype)
+    draft = Eagle3ForSpeculation.from_pretrained(args.draft, dtype=args.dtype, **place_of_draft(args))
     if draft.config.speculators_config is None and (args.target is not None or args.repo_id is None):
         parser.error("this draft's format names no target: run recipes/export.py --to speculators --target first")
     if args.target is not None:

@@ -49,7 +49,7 @@ from hf_eagle3.environment import (
     run_script,
     what_differs,
 )
-from hf_eagle3.evaluation.tasks import standard_library
+from hf_eagle3.evaluation.tasks import expand, standard_library
 from hf_eagle3.file_checks import read_json
 from hf_eagle3.hub import write_records
 from hf_eagle3.making import FORMS
@@ -74,19 +74,21 @@ OF_DRAFT = ("batch_size", "draft_form", "draft_minutes", "draft_vocab_size", "le
 OF_DRAFT += ("sampled_vocab_size", "ttt_row_share")
 
 
-def local_or_hub_dataset(name: str) -> tuple[Dataset, list]:
+def local_or_hub_dataset(name: str, split: str = "train") -> tuple[Dataset, list]:
     """What `recipes/train.py` takes as `--dataset_name`; the last rows are held out as prompts."""
-    dataset = rows_of(load_data(TrainScriptArguments(dataset_name=name), DatasetMixtureConfig()), "train")
+    arguments = TrainScriptArguments(dataset_name=name, dataset_train_split=split)
+    dataset = rows_of(load_data(arguments, DatasetMixtureConfig()), split)
     column = "messages" if "messages" in dataset.column_names else "text"
     if column not in dataset.column_names:
         raise ValueError(f"{name} has columns {dataset.column_names}, but neither 'messages' nor 'text'.")
     dataset = dataset.filter(bool, input_columns=column)  # some texts have empty lines
-    split = len(dataset) - NUM_PROMPTS
-    if split <= 0:
+    num_train = len(dataset) - NUM_PROMPTS
+    if num_train <= 0:
         raise ValueError(
             f"{name} has {len(dataset)} rows with {column}; {NUM_PROMPTS} are held out as prompts, so it needs more."
         )
-    return dataset.select(range(split)).select_columns(column), dataset.select(range(split, len(dataset)))[column]
+    held_out = dataset.select(range(num_train, len(dataset)))[column]
+    return dataset.select(range(num_train)).select_columns(column), held_out
 
 
 def common_arguments(args, max_length: int, batch_size: int) -> dict:
@@ -228,6 +230,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--dataset", help="File, folder or Hub id with `messages` or `text`. By default the standard library's sources"
     )
+    parser.add_argument("--dataset_train_split", default="train", help="The split to read, or a part: train[:1000]")
     parser.add_argument("--prompts", help="JSON Lines file of held-out prompts. By default the end of the data set")
     parser.add_argument("--output_dir", default="outputs/quickstart", help="By default %(default)s")
     parser.add_argument(
@@ -296,6 +299,8 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.target is not None and args.dataset is None:
         parser.error("--target needs a --dataset to train its draft on")
+    if args.prompts is not None:
+        expand([args.prompts])  # raises an error for what does not exist, before the training
     return args
 
 
@@ -370,7 +375,7 @@ def main():
         documents, held_out = standard_library(NUM_PROMPTS)
         dataset = Dataset.from_dict({"text": documents})
     else:
-        dataset, held_out = local_or_hub_dataset(args.dataset)
+        dataset, held_out = local_or_hub_dataset(args.dataset, args.dataset_train_split)
     is_chat = "messages" in dataset.column_names
     if is_chat and args.target is None:
         raise SystemExit(

@@ -16,9 +16,17 @@ import argparse
 import time
 
 from transformers.cli.serve import Serve
+from transformers.utils.logging import log_levels
 
 from hf_eagle3 import assist
-from hf_eagle3.environment import DTYPES, add_quantization, folder_or_hub_id, run_script
+from hf_eagle3.environment import (
+    DTYPES,
+    add_place_of_draft,
+    add_quantization,
+    folder_or_hub_id,
+    place_of_draft,
+    run_script,
+)
 from hf_eagle3.evaluation.drafts import load_draft
 
 
@@ -28,15 +36,16 @@ def main():
         "--target", type=folder_or_hub_id, required=True, help="Folder or Hub id. Requests use it as the model's name"
     )
     parser.add_argument("--draft", type=folder_or_hub_id, required=True, help="Folder or Hub id")
+    add_place_of_draft(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="Dtype of both")
     add_quantization(parser)
     parser.add_argument("--device", default="auto", help="Device of both: cpu, cuda:0, ...")
     parser.add_argument("--host", default="localhost", help="By default %(default)s")
     parser.add_argument("--port", type=int, default=8000, help="By default %(default)s")
-    parser.add_argument("--log_level", default="warning", help="By default %(default)s")
+    parser.add_argument("--log_level", choices=list(log_levels), default="warning", help="By default %(default)s")
     args = parser.parse_args()
 
-    draft = load_draft(args.draft, dtype=args.dtype)
+    draft = load_draft(args.draft, dtype=args.dtype, **place_of_draft(args))
     server = Serve(
         force_model=args.target,
         dtype=args.dtype,

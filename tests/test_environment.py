@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 from conftest import RECIPES, make_target
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import HTTPError, StrictDataclassError
 
 from hf_eagle3.checkpoints.target import load_on_device
 from hf_eagle3.environment import command_line, is_path, run_script, without_paths
@@ -33,13 +33,20 @@ def test_long_strings_are_no_paths():
     assert without_paths(facts) == facts and not is_path("x" * 5000)
 
 
-@pytest.mark.parametrize("error", [ModuleNotFoundError, FileNotFoundError, StrictDataclassError, ValueError])
+@pytest.mark.parametrize(
+    "error", [ModuleNotFoundError, FileNotFoundError, HTTPError, StrictDataclassError, ValueError]
+)
 def test_errors_of_scripts_are_shown_in_a_line(error):
     def main():
         raise error("what to do")
 
     with pytest.raises(SystemExit, match=f"^{error.__name__}: what to do$"):
         run_script(main)
+
+
+def test_a_level_that_does_not_exist(run_recipe):
+    result = run_recipe("serve.py", "--target", "me/target", "--draft", "me/draft", "--log_level", "loud")
+    assert result.returncode == 2 and "invalid choice: 'loud'" in result.stderr
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import HTTPError, StrictDataclassError
 
 from . import __version__
 
@@ -117,6 +117,18 @@ def add_quantization(parser: argparse.ArgumentParser) -> None:
         )
 
 
+def add_place_of_draft(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say where in its repo a draft is. See [`place_of_draft`]."""
+    parser.add_argument("--draft_revision", help="Branch, tag or commit of the draft's repo")
+    parser.add_argument("--draft_subfolder", help="The draft's folder in its repo, if it is not the root")
+
+
+def place_of_draft(args: argparse.Namespace) -> dict[str, str]:
+    """Returns what [`add_place_of_draft`] has read, as arguments of `from_pretrained`."""
+    given = {"revision": args.draft_revision, "subfolder": args.draft_subfolder}
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def public_name(name: str | None) -> str | None:
     """Returns a name that is safe to publish: a Hub id as it is, a path without its parent folders."""
     return PureWindowsPath(name).name if is_path(name) else name  # takes both kinds of slashes
@@ -169,12 +181,12 @@ def print_any_character() -> None:
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
     """
-    Ends a script with one line, without a traceback, at errors that its user can mend: a package, file or model is missing, or
-    an argument is wrong.
+    Ends a script with one line, without a traceback, at errors that its user can mend: a package, file or model is missing, the Hub
+    cannot be reached, or an argument is wrong.
     """
     try:
         yield
-    except (ImportError, OSError, StrictDataclassError, ValueError) as error:  # the third of configurations
+    except (HTTPError, ImportError, OSError, StrictDataclassError, ValueError) as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from None
 
 

@@ -217,6 +217,8 @@ def read_draft(
     source, variant = str(path), kwargs.get("variant")
     report: dict[str, Any] = {}
     content = None if path is None else check_files(source, variant, **hub_kwargs)
+    if content is not None and hub_kwargs.get("force_download"):  # the checks have just downloaded all files
+        hub_kwargs, kwargs = ({**each, "force_download": False} for each in (hub_kwargs, kwargs))
     if path is not None and content is None and kwargs.get("config") is None:
         check_adapter(source, **hub_kwargs)
     if content is not None and not cls.config_class.recognises(content, source):

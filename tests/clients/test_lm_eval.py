@@ -21,6 +21,9 @@ doc_to_text: "{{{{question}}}}"
 doc_to_target: "{{{{answer}}}}"
 generation_kwargs: {{until: ["zz"], max_gen_toks: 24, do_sample: false}}
 metric_list: [{{metric: exact_match}}]
+filter_list:
+  - {{name: whole, filter: [{{function: take_first}}]}}
+  - {{name: again, filter: [{{function: take_first}}]}}
 """
 
 
@@ -44,8 +47,9 @@ def target(tmp_path, tokenizer):
 def test_the_recipe(tmp_path, target, tokenizer, run_recipe):
     target.save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
-    make_draft(target, [make_prompt(9)]).save_pretrained(tmp_path / "draft")
-    arguments = ["--target", tmp_path / "target", "--draft", tmp_path / "draft", "--include_path", tmp_path]
+    make_draft(target, [make_prompt(9)]).save_pretrained(tmp_path / "drafts" / "small")
+    arguments = ["--target", tmp_path / "target", "--draft", tmp_path / "drafts", "--draft_subfolder", "small"]
+    arguments += ["--include_path", tmp_path]
     result = run_recipe(
         "evaluate.py", *arguments, "--tasks", "local_generation", "--limit", 5, "--json", tmp_path / "out.json"
     )
@@ -71,4 +75,4 @@ def test_results_are_the_target_s(tmp_path, target, tokenizer, batch_size):
         samples = result["samples"]["local_generation"]
         results.append(([sample["resps"] for sample in samples], result["results"]["local_generation"]))
     assert results[0] == results[1] and draft.last_generation.new_tokens > 0
-    assert 0 < results[0][1]["exact_match,none"] < 1
+    assert 0 < results[0][1]["exact_match,whole"] < 1

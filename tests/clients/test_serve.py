@@ -15,7 +15,8 @@ pytestmark = pytest.mark.skipif(not is_serve_available(), reason="transformers[s
 
 
 def serve(folder, port, **kwargs):
-    command = [sys.executable, RECIPES / "serve.py", "--target", folder / "target", "--draft", folder / "draft"]
+    command = [sys.executable, RECIPES / "serve.py", "--target", folder / "target", "--draft", folder]
+    command += ["--draft_subfolder", "draft"]
     command += ["--host", "127.0.0.1", "--port", port, "--device", "cpu"]
     return subprocess.Popen(list(map(str, command)), text=True, **kwargs)
 

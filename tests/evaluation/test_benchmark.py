@@ -6,10 +6,11 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_block_draft, make_draft, make_prompt, make_target
+from conftest import load_script, make_block_draft, make_draft, make_prompt, make_target
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from seeing import gemma3, make, make_image, make_processor
@@ -156,6 +157,8 @@ def test_batches(tokenizer, temperature):
         row = rows["eagle3", batch_size]
         assert row.num_identical == row.num_prompts == 3 and len(row.speedups) == 2
         assert sum(length * count for length, count in row.accepted_lengths.items()) <= 2 * 3 * 9
+    with pytest.raises(ValueError, match="words has 3 prompts, which do not fill a batch of 4"):
+        run_benchmark(target, tokenizer, draft, tasks, methods, batch_sizes=[1, 4])
 
 
 def test_a_tokenizer_without_tokens_for_padding_and_end(tokenizer):
@@ -256,6 +259,16 @@ def results_of(*speedups, **changes):
     return BenchmarkResults({"environment": {}}, measurements)
 
 
+@pytest.mark.parametrize(("sizes", "said"), [([1, 4], "Measured at batch size 1 only"), ([4], "Not measured without")])
+def test_methods_that_take_no_batches_are_named(capsys, sizes, said):
+    results = results_of(2.0, batch_size=4)
+    results.run |= {"tree": {}, "missing_tasks": {}, "left_out": {}}
+    args = SimpleNamespace(target="t", repeats=1, max_new_tokens=8, methods=["plain", "assistant"], batch_sizes=sizes)
+    load_script("recipes/benchmark.py").print_report(args, results, torch.float32)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(said) and last.endswith(": assistant.")
+
+
 def test_rows_and_table():
     results = results_of(4.0, 1.5, 3.0)
     results.measurements[-1]["differing"] = [2]
@@ -270,6 +283,8 @@ def test_rows_and_table():
     header, *_, last = format_table(results.rows).splitlines()
     assert header.startswith("| task | batch size | T |") and header.endswith("| peak memory, MiB |")
     assert last == "| other | 4 | 0 | eagle3 | 20 | 2.00 | 2.25 | 3/3 | 12 |"
+    slow = BenchmarkRow("plain", 0.0, tokens_per_second=[1.44])  # a large model on a small machine
+    assert format_table([slow]).splitlines()[-1] == "| 0 | plain | 1.4 | 1.00 | - | - |"
     # Other methods do not tell verification forwards apart.
     assert BenchmarkRow("prompt-lookup", 0.0, new_tokens=30, target_forwards=20).acceptance_length == 1.5
     assert (
@@ -370,7 +385,9 @@ def test_compare(before, after, verdict):
     assert "\nOnly after: " in compare(results_of(*after), results)
     other = results_of(*after)
     other.run["environment"] = {"machine": "another"}
+    other.run["models"] = {"target": "trained again, in the same folder"}
     assert "environment: machine was " in compare(results_of(*before), other)
+    assert "\nmodels: " in compare(results_of(*before), other)
 
 
 def test_two_runs_of_one_thing_do_not_differ():

@@ -171,7 +171,8 @@ def test_models_are_told_apart_in_moments(pairing):
 def test_a_block_draft_is_measured_by_its_name(pairing, tmp_path, run_script):
     target = AutoModelForCausalLM.from_pretrained(pairing / "target")
     make_baseline("jetspec", target).save_pretrained(tmp_path / "jetspec")
-    command = ["recipes/benchmark.py", "--target", pairing / "target", "--draft", tmp_path / "jetspec"]
+    command = ["recipes/benchmark.py", "--target", pairing / "target", "--draft", tmp_path]
+    command += ["--draft_subfolder", "jetspec"]
     command += ["--prompts", pairing / "prompts.jsonl", "--max_new_tokens", 6, "--temperatures", 0, "--repeats", 1]
     result = run_script(*command, "--json", tmp_path / "results")
     assert result.returncode == 0, result.stderr[-3000:]

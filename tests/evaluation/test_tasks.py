@@ -4,6 +4,8 @@ import json
 
 import pytest
 from datasets import Dataset
+from datasets.exceptions import DatasetGenerationError
+from huggingface_hub.errors import HTTPError
 from seeing import IMAGE, NUM_PIECES, gemma3, make_image, make_processor
 
 from hf_eagle3.data import ImageReader
@@ -68,6 +70,18 @@ def test_a_task_that_is_too_short(tokenizer, monkeypatch):
         load_prompts("gsm8k", tokenizer)
 
 
+@pytest.mark.parametrize("error", [DatasetGenerationError("broken"), HTTPError("broken"), RuntimeError("broken")])
+def test_a_task_that_cannot_be_loaded(tokenizer, monkeypatch, error):
+    """The benchmark leaves it out, whatever the reason."""
+
+    def load_dataset(path, **kwargs):
+        raise error
+
+    monkeypatch.setattr(tasks, "load_dataset", load_dataset)
+    with pytest.raises(OSError, match=rf"openai/gsm8k could not be loaded \({type(error).__name__}\): broken"):
+        load_prompts("gsm8k", tokenizer)
+
+
 def test_names(tmp_path, monkeypatch):
     for name in ("b", "a"):
         (tmp_path / f"{name}.jsonl").write_text('{"prompt": "x"}\n')
@@ -116,6 +130,8 @@ def test_files(tmp_path, tokenizer, monkeypatch, caplog):
     answered = [*chat, {"role": "assistant", "content": "c"}]
     path.write_text(json.dumps({"messages": answered}) + "\n" + json.dumps({"messages": answered + chat}))
     assert [row.messages for row in read_prompts(path)] == [chat, answered + chat]  # without the answer at the end
+    path.write_text('{"prompt": "a"}\nbroken')
+    assert len(read_prompts(path, 1)) == 1  # what is not asked for is not read
     tools = [{"name": "f", "parameters": {"city": {"default": None}}}]
     path.write_text(json.dumps({"messages": chat, "tools": tools}))
     assert read_prompts(path)[0].template_kwargs == {"tools": tools}  # a file has no `null`s of other rows

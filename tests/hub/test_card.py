@@ -166,6 +166,15 @@ def test_what_is_not_measured_says_so_once(draft):
     assert "model-index" not in text and "Figures of others" not in text and "have not been trained" not in text
 
 
+@pytest.mark.parametrize(
+    "num_measured, said",
+    [(2, "- One repeat."), (4, "- Medians of 2 inter"), (6, "- Medians of 1 to 2 interleaved repeats,")],
+)
+def test_an_interrupted_benchmark_says_what_it_measured(draft, num_measured, said):
+    benchmark = BenchmarkResults(BENCHMARK.run, BENCHMARK.measurements[:num_measured])
+    assert said in render_card("me/draft", draft, benchmark=benchmark).text
+
+
 def test_what_cannot_be_served_says_so():
     draft = Eagle3ForSpeculation.from_target(make_target("qwen3"), model_type="qwen3")
     text = str(render_card("me/draft", draft))

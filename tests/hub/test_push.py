@@ -23,7 +23,7 @@ from transformers.utils import hub as transformers_hub
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.checkpoints import export
 from hf_eagle3.evaluation import BenchmarkResults
-from hf_eagle3.hub import push_draft, refresh_card
+from hf_eagle3.hub import push_draft, refresh_card, repo_name
 from hf_eagle3.making import FORMS
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 
@@ -165,6 +165,32 @@ def test_a_licence_of_another_name(hub, draft):
     assert {name: getattr(data, name) for name in stated} == stated
 
 
+def test_tags_stay(hub, draft):
+    push_draft(draft, REPO, tags=["code"])
+    push_draft(draft, REPO, tags=["german"])
+    tags = ModelCard(files_of(hub)["README.md"].decode()).data.tags
+    assert tags[-3:] == ["vllm", "code", "german"] and len(set(tags)) == len(tags)
+    classic = Eagle3ForSpeculation.from_target(make_target("llama"), eagle_aux_hidden_state_layer_ids=[1, 2, 2])
+    push_draft(classic, REPO)  # vLLM does not take it
+    assert ModelCard(files_of(hub)["README.md"].decode()).data.tags == [tag for tag in tags if tag != "vllm"]
+
+
+@pytest.mark.parametrize("target", ["big/Model-8B", "/models/Model-8B", "C:\\models\\Model-8B", "models/Model-8B/"])
+def test_the_name_of_a_repo(target):
+    assert repo_name(target) == "Model-8B-speculator.eagle3"
+
+
+def test_a_download_that_is_forced_is_one(hub, draft, tmp_path):
+    export(Eagle3ForSpeculation.from_target(make_target("llama"), **FORMS["classic"]), tmp_path / "sglang", "sglang")
+    push_draft(draft, REPO)
+    hub.repos["me/sglang"] = {"main": [{path.name: path.read_bytes() for path in (tmp_path / "sglang").iterdir()}]}
+    for repo in (REPO, "me/sglang"):
+        for _ in range(2):
+            hub.requests.clear()
+            Eagle3ForSpeculation.from_pretrained(repo, force_download=True)
+            assert hub.requests.count(("GET", f"/{repo}/resolve/main/model.safetensors")) == 1
+
+
 def test_a_draft_of_remote_code_has_our_card_too(hub, draft, tmp_path):
     draft.save_pretrained(tmp_path / "draft")
     loaded = AutoModel.from_pretrained(tmp_path / "draft", trust_remote_code=True)
@@ -303,7 +329,7 @@ def make_trainer(tmp_path, tokenizer, model=None, peft_config=None, target_name=
 def test_trainer(hub, tokenizer, tmp_path):
     trainer = make_trainer(tmp_path, tokenizer)
     trainer.train()
-    trainer.push_to_hub(dataset_name="me/chats")
+    trainer.push_to_hub(dataset_name="me/chats", tags=["code"])
     repo = "me/Model-8B-speculator.eagle3"
     assert len(hub.repos[repo]["main"]) == 2
     files = files_of(hub, repo)
@@ -317,7 +343,8 @@ def test_trainer(hub, tokenizer, tmp_path):
     assert refresh_card(repo) == "unchanged" and refresh_card(repo, license="mit") == "refreshed"
     trainer.push_to_hub()
     files = files_of(hub, repo)
-    assert ModelCard(files["README.md"].decode()).data.license == "mit"
+    data = ModelCard(files["README.md"].decode()).data
+    assert data.license == "mit" and "code" in data.tags
     # What somebody has written on the card since is not lost.
     edited = files["README.md"].replace(b"## Limits", b"## Limits, and what I think of it")
     files_of(hub, repo)["README.md"] = edited
@@ -542,7 +569,19 @@ def test_drafts_of_other_methods_leave_repos_of_other_models_alone(hub, repo):
     assert len(hub.repos["me/target"]["main"]) == 1
 
 
-def test_saving_does_not_push(hub, draft, tmp_path):
+@pytest.mark.parametrize("method", ["medusa", "dflash"])
+def test_drafts_of_other_methods_keep_paths_of_this_machine_to_themselves(hub, tmp_path, method):
+    draft = make_baseline(method, make_target("llama"))
+    (tmp_path / "secret-folder" / "target").mkdir(parents=True)
+    draft.config.speculators_config["verifier"]["name_or_path"] = str(tmp_path / "secret-folder" / "target")
+    draft.push_to_hub(REPO)
+    assert not any(b"secret-folder" in content for content in files_of(hub).values())
+    assert b'"target"' in files_of(hub)["config.json"] and "secret-folder" in draft.config.verifier
+
+
+@pytest.mark.parametrize("method", ["eagle3", "dflash"])
+def test_saving_does_not_push(hub, draft, tmp_path, method):
+    draft = draft if method == "eagle3" else make_baseline(method, make_target("llama"))
     hub.repos["me/target"] = {"main": [{"config.json": b"{}", "model.safetensors": b"weights"}]}
     with pytest.raises(ValueError, match=r"over whatever is in the repo. Call `draft.push_to_hub\(repo_id\)`"):
         draft.save_pretrained(tmp_path / "target", push_to_hub=True, repo_id="me/target")
@@ -599,7 +638,7 @@ def test_push_recipe(hub, draft, tmp_path, run_recipe, caplog):
     draft.save_pretrained(tmp_path / "draft")
     benchmark_of(draft).write(tmp_path / "results.jsonl")
     options = ["--benchmark", tmp_path / "results.jsonl", "--target", "big/Model-8B", "--dtype", "bfloat16"]
-    run_recipe("push.py", tmp_path / "draft", *options, "--dry_run", tmp_path / "dry")
+    run_recipe("push.py", tmp_path, "--draft_subfolder", "draft", *options, "--dry_run", tmp_path / "dry")
     assert hub.requests == [] and (tmp_path / "dry" / "acceptance.png").exists()
     result = run_recipe("push.py", tmp_path / "draft", *options, "--private")
     repo = "me/Model-8B-speculator.eagle3"

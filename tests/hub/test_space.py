@@ -19,7 +19,7 @@ def hub(monkeypatch):
         monkeypatch.setattr(
             importlib.metadata, "version", lambda package: "6.1.2" if package == "gradio" else version(package)
         )
-        hub.repos["org/target"] = hub.repos["me/draft"] = {"main": [{}]}
+        hub.repos |= {"org/target": {"main": [{}]}, "me/draft": {"main": [{}]}}
         yield hub
 
 
@@ -33,7 +33,7 @@ def test_a_space(hub, run_recipe):
     assert files.keys() == {"app.py", "demo.py", "requirements.txt", "README.md"}
     assert files["requirements.txt"] == "hf-eagle3[demo]\n"
     compile(files["app.py"], "app.py", "exec")
-    assert "from_pretrained('org/target', 'me/draft')" in files["app.py"]
+    assert "from_pretrained('org/target', 'me/draft', dtype='auto')" in files["app.py"]
     assert files["demo.py"] == (RECIPES / "demo.py").read_text(encoding="utf-8")
     card = SpaceCard(files["README.md"])
     assert (card.data.sdk, card.data.sdk_version, card.data.app_file) == ("gradio", "6.1.2", "app.py")
@@ -44,6 +44,15 @@ def test_a_space(hub, run_recipe):
     result = run_recipe("demo.py", *arguments, "--package", "hf-eagle3[demo] @ git+https://example.org/hf-eagle3")
     assert result.returncode == 0 and len(commits) == 3
     assert commits[-1]["requirements.txt"] == b"hf-eagle3[demo] @ git+https://example.org/hf-eagle3\n"
+
+    # With the draft of a branch, in a folder, and another dtype.
+    place = ("--draft_revision", "sub", "--draft_subfolder", "small", "--dtype", "float32")
+    result = run_recipe("demo.py", *arguments, *place)
+    assert result.returncode == 1 and "sub not found" in result.stderr
+    hub.repos["me/draft"]["sub"] = [{}]
+    result = run_recipe("demo.py", *arguments, *place)
+    expected = b"('org/target', 'me/draft', dtype='float32', revision='sub', subfolder='small')"
+    assert result.returncode == 0 and expected in commits[-1]["app.py"]
 
 
 def test_another_page_stays(hub, run_recipe):

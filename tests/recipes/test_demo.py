@@ -34,8 +34,10 @@ def test_a_block_draft_is_loaded(tmp_path):
     target.save_pretrained(tmp_path / "target")
     make_tokenizer().save_pretrained(tmp_path / "target")
     target = type(target).from_pretrained(tmp_path / "target")
-    make_baseline("jetspec", target).save_pretrained(tmp_path / "draft")
-    comparison = Comparison.from_pretrained(str(tmp_path / "target"), str(tmp_path / "draft"), device="cpu")
+    make_baseline("jetspec", target).save_pretrained(tmp_path / "drafts" / "jetspec")
+    comparison = Comparison.from_pretrained(
+        str(tmp_path / "target"), str(tmp_path / "drafts"), device="cpu", subfolder="jetspec"
+    )
     plain, drafted = last(comparison.run(PROMPT, max_new_tokens=20))
     assert type(comparison.draft).__name__ == "DFlashForSpeculation" and plain.tokens == drafted.tokens
     assert comparison.draft.last_generation.target_forwards > comparison.draft.last_generation.plain_steps
@@ -187,7 +189,7 @@ def test_the_app_of_a_space(comparison, tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "demo", raising=False)
     module = importlib.import_module("demo")
     monkeypatch.setattr(module.Comparison, "from_pretrained", lambda *names: asked.append(names) or comparison)
-    (tmp_path / "app.py").write_text(demo.APP.format(target="org/target", draft="me/draft"))
+    (tmp_path / "app.py").write_text(demo.APP.format(arguments="'org/target', 'me/draft'"))
     runpy.run_path(str(tmp_path / "app.py"), run_name="__main__")
     assert asked == [("org/target", "me/draft")] and len(launched) == 1
     sys.modules.pop("demo")

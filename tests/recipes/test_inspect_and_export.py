@@ -46,6 +46,8 @@ def test_inspect_and_export(tmp_path, run_recipe):
     for option, value in (("--target_gguf", "target.gguf"), ("--python", sys.executable)):
         result = run_recipe("export.py", tmp_path / "draft", "--to", "sglang", option, value, *nowhere)
         assert result.returncode == 2 and f"{option} is for --to" in result.stderr
+    result = run_recipe("export.py", "me/draft", "--to", "sglang", "--revision", "v2", *nowhere)
+    assert result.returncode == 2 and "--revision is for --push_to. To export" in result.stderr
     assert not (tmp_path / "nowhere").exists()
     result = run_recipe("export.py", tmp_path / "draft", "--to", "sglang", "--output_dir", tmp_path / "sglang")
     assert result.returncode == 0, result.stderr[-3000:]
@@ -216,8 +218,14 @@ def test_a_branch_for_sglang(tmp_path):
     # The branch is read by its format, from the Hub.
     commands = [
         ["export.py", repo, "--to", "sglang", "--output_dir", folder, "--push_to", repo, "--revision", "sglang"],
-        ["inspect_draft.py", repo, "--revision", "sglang"],
+        ["inspect_draft.py", repo, "--draft_revision", "sglang"],
         ["export.py", repo, "--to", "sglang", "--output_dir", f"{folder}-2", "--push_to", "exports"],  # a new repo
+        # A draft in a folder of a branch, over the main branch of a repo and into a pull request.
+        *(
+            ["export.py", repo, "--draft_revision", "two", "--draft_subfolder", "small", "--to", "sglang"]
+            + ["--output_dir", f"{folder}-{number}", "--push_to", "me/others", "--revision", revision]
+            for number, revision in ((3, "main"), (4, "refs/pr/1"))
+        ),
     ]
     script = f"""
 import runpy, sys
@@ -229,7 +237,10 @@ for sys.argv in {commands}:
 """
     with serve_hub() as hub:
         files = {path.name: path.read_bytes() for path in (tmp_path / "draft").iterdir() if path.is_file()}
-        hub.repos[repo] = {"main": [files]}
+        others = {f"small/{name}": content for name, content in files.items()}
+        hub.repos[repo] = {"main": [files], "two": [others]}
+        code = {**files, "custom_generate/generate.py": b"", "README.md": b"# Mine"}
+        hub.repos["me/others"] = {"main": [{**code, **others}], "refs/pr/1": [{}]}
         environment = {**os.environ, **hub.environment(tmp_path / "cache")}
         result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
         assert result.returncode == 0, result.stderr[-3000:]
@@ -239,6 +250,10 @@ for sys.argv in {commands}:
     assert hub.repos["me/exports"]["sglang"][-1] == {
         name: pushed[name] for name in ("config.json", "model.safetensors")
     }
+    of_branches = hub.repos["me/others"]
+    kept = {**others, "README.md": b"# Mine"}
+    exported = {name: pushed[name] for name in ("config.json", "model.safetensors")}
+    assert of_branches["main"][-1] == {**kept, **exported} and of_branches["refs/pr/1"][-1] == exported
     assert json.loads(pushed["config.json"])["architectures"] == ["LlamaForCausalLMEagle3"]
     assert not [name for name in pushed if name.endswith(".py")] and "generation_config.json" not in pushed
     assert pushed["model.safetensors"] == (tmp_path / "sglang" / "model.safetensors").read_bytes()
@@ -250,7 +265,7 @@ def test_a_branch_does_not_name_a_folder(tmp_path, monkeypatch, run_recipe):
     (tmp_path / "secret" / "target").mkdir(parents=True)
     draft.config.speculators_config["verifier"]["name_or_path"] = str(tmp_path / "secret" / "target")
     draft.save_pretrained(tmp_path / "draft")
-    for name in ("create_branch", "upload_folder", "list_repo_files"):
+    for name in ("create_branch", "create_commit", "list_repo_files"):
         monkeypatch.setattr(HfApi, name, lambda *args, **kwargs: [])
     monkeypatch.setattr(HfApi, "create_repo", lambda api, repo_id, **kwargs: SimpleNamespace(repo_id=repo_id))
     command = ("export.py", tmp_path / "draft", "--to", "speculators", "--output_dir")

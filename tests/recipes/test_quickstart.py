@@ -4,6 +4,7 @@ import subprocess
 
 import pytest
 from conftest import load_script, make_target
+from datasets import Dataset, DatasetDict
 from forked import run_forked
 
 from hf_eagle3.evaluation import BenchmarkResults, tasks
@@ -89,6 +90,17 @@ def test_data_is_what_training_takes(tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     dataset, held_out = quickstart.local_or_hub_dataset(str(tmp_path / "rows.jsonl"))
     assert list(dataset["text"]) == lines[:5] and list(held_out) == lines[5:]
+    # Some have no split of the name `train` (ultrachat_200k).
+    DatasetDict(train_sft=Dataset.from_dict({"text": lines})).save_to_disk(tmp_path / "split")
+    dataset, held_out = quickstart.local_or_hub_dataset(str(tmp_path / "split"), "train_sft[:23]")
+    assert list(dataset["text"]) == lines[:3] and list(held_out) == lines[3:23]
+
+
+def test_what_does_not_exist_is_told_before_training(tmp_path, run_recipe):
+    (tmp_path / "texts.jsonl").write_text('{"text": "what is up with that"}\n' * 30)
+    arguments = ["--output_dir", tmp_path / "out", "--target", "me/target", "--dataset", tmp_path / "texts.jsonl"]
+    result = run_recipe("quickstart.py", *arguments, "--prompts", tmp_path / "none.jsonl")
+    assert result.returncode == 1 and "none.jsonl" in result.stderr and not (tmp_path / "out").exists()
 
 
 def test_conversations_without_an_answer(tmp_path, tokenizer):

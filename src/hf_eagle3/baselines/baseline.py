@@ -8,7 +8,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedModel
 
-from ..checkpoints.files import check_repo
+from ..checkpoints.files import check_repo, verifier_without_path
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.draft_model_eagle3 import DraftModel
 from ..remote_code.tree_eagle3 import DraftTree, Plan
@@ -105,11 +105,12 @@ class BaselineDraft(DraftModel):
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """
-        Pushes the draft with transformers' own card. See [`~transformers.utils.PushToHubMixin.push_to_hub`]. Raises
-        `ValueError` if the repo has another model.
+        Pushes the draft with transformers' own card, and without the path of the target's folder on this machine. See
+        [`~transformers.utils.PushToHubMixin.push_to_hub`]. Raises `ValueError` if the repo has another model.
         """
         check_repo(repo_id, kwargs.get("revision"), kwargs.get("token"))
-        return PreTrainedModel.push_to_hub(self, repo_id, **kwargs)
+        with verifier_without_path(self):
+            return PreTrainedModel.push_to_hub(self, repo_id, **kwargs)
 
 
 def check_steps(draft: DraftModel, steps: int, most: int) -> None:

@@ -282,8 +282,12 @@ class DFlashForSpeculation(BaselineDraft):
     ) -> None:
         """
         See [`~transformers.PreTrainedModel.save_pretrained`]. The layout is z-lab's. The target's head is left out, and so
-        is our code. Raises `ValueError` if the folder has another model.
+        is our code. Raises `ValueError` if the folder has another model, and for `push_to_hub=True`.
         """
+        if any(args[:1]) or kwargs.get("push_to_hub"):
+            raise ValueError(
+                "`push_to_hub=True` would push over whatever is in the repo. Call `draft.push_to_hub(repo_id)`, which checks that."
+            )
         tree_settings(self.generation_config)  # with others it could not be loaded
         check_finite(self, save_directory)
         if is_main_process:

@@ -87,9 +87,18 @@ def run_benchmark(
 
     Returns:
         `BenchmarkResults`: One measurement for each task, batch size, temperature, repeat and method.
+
+    Raises:
+        ValueError: if a method is unknown or lacks its model, or a task has fewer prompts than a batch.
     """
     drafts = {method: draft for method in OURS if draft is not None} | dict(drafts or {})
     methods = check_methods(methods, drafts, assistant, dflash)
+    for task, prompts in tasks.items():
+        if len(prompts) < max(batch_sizes):
+            raise ValueError(
+                f"The task {task} has {len(prompts)} prompts, which do not fill a batch of {max(batch_sizes)}. Pass more prompts, or a "
+                "smaller batch size."
+            )
     results = results or BenchmarkResults({})
     left_out = results.run.setdefault("left_out", {})
     tokenizer.pad_token = padding_token(tokenizer, target.config.get_text_config(decoder=True).vocab_size)

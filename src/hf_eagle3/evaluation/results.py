@@ -262,7 +262,8 @@ def cells(row: BenchmarkRow) -> list[str]:
         identical = f"{row.num_identical}/{row.num_prompts}"
         if row.acceptance_length is not None:
             tau = f"{row.acceptance_length:.2f}"
-    return [f"{row.temperature:g}", row.method, f"{row.median_tokens_per_second:.0f}", speedup, tau, identical]
+    rate = row.median_tokens_per_second
+    return [f"{row.temperature:g}", row.method, f"{rate:.{0 if rate >= 9.95 else 1}f}", speedup, tau, identical]
 
 
 def format_table(rows: Sequence[BenchmarkRow]) -> str:
@@ -339,7 +340,7 @@ def compare(before: BenchmarkResults, after: BenchmarkResults) -> str:
     for when, rows, others in (("before", old, new), ("after", new, old)):
         for task, batch_size, temperature, method in [key for key in rows if key not in others]:
             lines.append(f"\nOnly {when}: {task}, batch size {batch_size}, T={temperature:g}, {method}.")
-    for name in ("arguments", "prompts", "environment", "tree", "draft_weights"):
+    for name in ("arguments", "prompts", "environment", "tree", "draft_weights", "models"):
         if difference := what_differs(before.run.get(name), after.run.get(name)):
             lines.append(f"\n{name}: {difference}.")
     return "\n".join(lines)

@@ -3,6 +3,7 @@
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ def load_prompts(
         `list[Prompt]`: Tokens of each prompt. A prompt with images is a dictionary: `input_ids`, `image_text`, `image_data`.
 
     Raises:
-        OSError: if the Hub cannot be reached.
+        OSError: if a data set of the Hub cannot be loaded.
         ValueError: if there are no prompts, or a row is malformed, or has images that nothing reads.
     """
     if name == OFFLINE:
@@ -150,7 +151,10 @@ def hub_prompts(
 ) -> list[Prompt]:
     """Returns the prompts of one of `TASKS`. For the arguments see [`load_prompts`]."""
     task, prompts = TASKS[name], list[Any]()
-    rows = load_dataset(task.path, **task.load)
+    try:
+        rows = load_dataset(task.path, **task.load)
+    except Exception as error:  # of many types: of `datasets`, of the Hub's client, and of its HTTP client
+        raise OSError(f"{task.path} could not be loaded ({type(error).__name__}): {error}") from error
     if len(rows) < task.num_prompts:
         raise ValueError(f"{task.path} has {len(rows)} rows, but {name} takes {task.num_prompts} of them.")
     for row in rows.select(range(min(num_prompts or task.num_prompts, task.num_prompts))):
@@ -204,7 +208,7 @@ def read_prompts(path: str | Path, num_prompts: int | None = None) -> list[Row]:
 
 def _read_prompts(path: str | Path, num_prompts: int | None) -> list[tuple[int, dict, Row]]:
     prompts = []
-    for number, content in read_json_lines(path):
+    for number, content in islice(read_json_lines(path), num_prompts):
         try:
             row = read_prompt(content, dict.fromkeys(content, Json()))
             prompts.append((number, content, without_answer(row)))
@@ -212,7 +216,7 @@ def _read_prompts(path: str | Path, num_prompts: int | None) -> list[tuple[int, 
             raise ValueError(f"{path}, line {number}: {error}.") from None
     if not prompts:
         raise ValueError(f"{path} has no prompts.")
-    return prompts[:num_prompts]
+    return prompts
 
 
 def without_answer(row: Row) -> Row:

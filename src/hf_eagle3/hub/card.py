@@ -154,9 +154,13 @@ def benchmark_texts(
 ) -> dict[str, Any]:
     """Returns what the template says about a benchmark."""
     rows = benchmark.rows
+    repeats = sorted(
+        {len(row.speedups) for row in rows}
+    )  # of an interrupted run they may be fewer than it was to have
     return {
         "run": benchmark.run,
         "table": format_table(rows) if rows else None,
+        "repeats": " to ".join(dict.fromkeys(map(str, repeats[:1] + repeats[-1:]))),
         "speedups": speedup_lines(drafted, alone, lookups),
         "plots": plot_names(rows),
         "prompts": {row.task: row.num_prompts for row in rows},

@@ -3,9 +3,9 @@
 import json
 import re
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.loading_eagle3 import weights_digest
 from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation
 from ..tensor_names import find
-from .card import BENCHMARK_RECORD, TRAINING_RECORD, is_edited, is_hub_id, render_card
+from .card import BENCHMARK_RECORD, TRAINING_RECORD, engine_tags, is_edited, is_hub_id, render_card
 from .licenses import check_license, license_of
 
 
@@ -86,7 +86,7 @@ def repo_name(verifier: str) -> str:
     Args:
         verifier (`str`): Name or path of the target.
     """
-    return f"{Path(verifier).name}-speculator.eagle3"
+    return f"{PureWindowsPath(verifier).name}-speculator.eagle3"  # takes both kinds of slashes
 
 
 def push_draft(
@@ -123,7 +123,7 @@ def push_draft(
             See [`render_card`]. The licence defaults to that of the existing card.
         overwrite_card (`bool`, *optional*, defaults to `False`): Whether to replace a card that was edited by hand.
         commit_message, commit_description, private, token, revision, create_pr, max_shard_size, tags (*optional*):
-            See [`~transformers.utils.PushToHubMixin.push_to_hub`].
+            See [`~transformers.utils.PushToHubMixin.push_to_hub`]. Tags of the existing card stay.
 
     Raises:
         PermissionError: if there is no token.
@@ -149,7 +149,7 @@ def push_draft(
             benchmark=benchmark,
             published=published,
             **license_of(existing, license, license_name, license_link),
-            tags=tags or (),
+            tags=[*kept_tags(existing), *(tags or ())],
             max_shard_size=max_shard_size,
             token=token,
         )
@@ -174,13 +174,19 @@ def push_draft(
         )
 
 
-def operations(folder: Path, held: Iterable[str]) -> list[CommitOperationAdd | CommitOperationDelete]:
+def operations(
+    folder: Path, held: Iterable[str], replaced: Collection[str] = REPLACED
+) -> list[CommitOperationAdd | CommitOperationDelete]:
     """
-    Returns what puts the files of a folder into a repo that has files with the names `held`. Files of an earlier push are
-    deleted, but none in folders: these may have checkpoints of a training, or other drafts.
+    Returns what puts the files of a folder into a repo that has files with the names `held`. Those of an earlier push, by the
+    patterns `replaced`, are deleted. Other folders stay: they may have checkpoints of a training, or other drafts.
     """
+
+    def is_replaced(name: str) -> bool:  # `*` would match slashes, too
+        return any(fnmatchcase(name, each) and name.count("/") == each.count("/") for each in replaced)
+
     new = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    old = {name for name in held if "/" not in name and any(fnmatchcase(name, pattern) for pattern in REPLACED)}
+    old = set(filter(is_replaced, held))
     return [
         *(CommitOperationDelete(name) for name in sorted(old - new.keys())),
         *(CommitOperationAdd(name, path) for name, path in new.items()),
@@ -370,6 +376,12 @@ def card_on_hub(repo_id: str, revision: str | None = None, token: bool | str | N
         raise ValueError(f"The README.md of {repo_id} is no card: {error}. Correct it, or delete it there.") from error
 
 
+def kept_tags(existing: ModelCard | None) -> list[str]:
+    """Returns the tags of an earlier card that a new one keeps, if nobody edited it. Engines may not take the new draft."""
+    tags = [] if existing is None or is_edited(existing) else existing.data.get("tags") or []
+    return [tag for tag in tags if tag not in engine_tags(None, None)]
+
+
 def refresh_card(
     repo_id: str,
     *,
@@ -403,8 +415,7 @@ def refresh_card(
     )
     if (folder / "config.json").exists():
         stated = license_of(existing, license, license_name, license_link)
-        tags = [] if existing is None or is_edited(existing) else existing.data.get("tags") or []
-        card = card_of_records(repo_id, folder, published=published, tags=tags, **stated)
+        card = card_of_records(repo_id, folder, published=published, tags=kept_tags(existing), **stated)
     elif (folder / "adapter_config.json").exists():
         return "an adapter, kept"
     elif untrained is not None:

@@ -27,6 +27,7 @@ from ..environment import command_line, public_name
 from ..files import write_atomically
 from ..hub import card_on_hub, is_edited, render_card, write_records
 from ..hub.licenses import license_of
+from ..hub.push import kept_tags
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.draft_model_eagle3 import DraftModel
 from .checkpoint import CHECKPOINT_FILES, list_files
@@ -206,7 +207,7 @@ class DraftSavingTrainer(SFTTrainer):
             verifier=self.target_model.config._name_or_path,
             training=training_record(self),
             adapter_of=self.draft.config._name_or_path if self._is_adapter else None,
-            tags=[tags] if isinstance(tags, str) else tags or (),
+            tags=[*kept_tags(published), *([tags] if isinstance(tags, str) else tags or ())],
             **license_of(published),
         )
         card.save(card_file)
