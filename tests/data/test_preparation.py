@@ -261,7 +261,9 @@ def test_dropped_rows_are_reported(tokenizer, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="hf_eagle3"):
         trainer = make_trainer(tokenizer, rows, tmp_path, max_length=30)
     assert len(trainer.train_dataset) == 1
-    assert "1 of 2 rows of the train data have nothing to learn within `max_length=30`, and are dropped" in caplog.text
+    assert (
+        "1 of 2 rows of the train data are dropped: they have nothing to learn within `max_length=30`" in caplog.text
+    )
     with pytest.raises(ValueError, match="2 of 2 rows .* have nothing to learn"):
         make_trainer(tokenizer, rows, tmp_path, max_length=5)
 

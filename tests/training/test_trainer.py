@@ -1726,12 +1726,12 @@ def test_answers_that_are_cut_off(tmp_path, tokenizer, caplog, packing, is_strea
     message = (
         "before the first step|No row of the train data"
         if is_stream
-        else "6 of 6 rows of the train data have nothing to learn within"
+        else "6 of 6 rows of the train data are dropped: they have nothing to learn within"
     )
     with pytest.raises(ValueError, match=message):
         trainer_of([LONG_PROMPT] * 6).train()
     trainer = trainer_of([LONG_PROMPT] * 6 + CHATS["messages"][:2])
-    assert is_stream or "6 of 8 rows of the train data have nothing to learn" in caplog.text
+    assert is_stream or "6 of 8 rows of the train data are dropped: they have nothing to learn" in caplog.text
     kept = list(trainer.train_dataset)
     assert sum(len(row.get("seq_lengths", [0])) for row in kept) == 2
     assert all(any(label != -100 for label in row["labels"]) for row in kept)

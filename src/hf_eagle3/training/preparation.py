@@ -28,9 +28,10 @@ from ..data import (
     sees_images,
 )
 from ..data.checks import report_dropped
-from ..data.encoding import split_documents, taught_within
+from ..data.encoded import split_documents, taught_within
 from ..data.images import without_images
-from ..data.rows import CONVERSATIONS, MASKS
+from ..data.messages import CONVERSATIONS
+from ..data.rows import MASKS
 from ..remote_code.draft_model_eagle3 import DraftModel
 from ..tokenizer import padding_token, read_template
 from .arguments import Eagle3TrainingArguments
@@ -203,7 +204,7 @@ def fit_rows(
     if not packing or is_split or args.max_length is None:
         return dataset
     taught = taught_within(dataset, args.max_length)  # `SFTTrainer` drops the others only without packing
-    report_dropped(dataset, taught, args.max_length, name)
+    report_dropped(dataset, taught, name, f"they have nothing to learn within `max_length={args.max_length}`")
     return taught
 
 
