@@ -241,16 +241,16 @@ def read_text(value: Any, name: str) -> str:
 def read_conversation(row: dict[str, Any], name: str) -> list[dict]:
     """Returns the messages of a row, with the system prompt from its own column, if the row has one."""
     messages = read_messages(row.get(name), name)
-    for column in SYSTEM:
-        system = row.get(column)
-        if not system:
-            continue
-        first = messages[0]
-        if first["role"] != "system":
-            return [{"role": "system", "content": read_text(system, column)}, *messages]
-        if first.get("content") != system:
-            raise RowError(f"it has two different system prompts, in {column!r} and in {name!r}. Remove one")
-    return messages
+    prompts = {column: read_text(row[column], column) for column in SYSTEM if row.get(column)}
+    if not prompts:
+        return messages
+    if messages[0]["role"] == "system":
+        prompts[name] = messages[0]["content"]
+    (place, text), *others = prompts.items()
+    for other, other_text in others:
+        if other_text != text:
+            raise RowError(f"it has two different system prompts, in {place!r} and in {other!r}. Remove one")
+    return messages if name in prompts else [{"role": "system", "content": text}, *messages]
 
 
 def read_template_kwargs(row: dict[str, Any]) -> dict[str, Any]:
