@@ -313,8 +313,9 @@ def test_bad_data(tokenizer, tmp_path):
         make_trainer(tokenizer, chat(), tmp_path, chat_template_path="none.jinja")
     with pytest.raises(ValueError, match=r"has columns \['content'\]"):
         make_trainer(tokenizer, {"content": ["abc"]}, tmp_path)
-    with pytest.raises(ValueError, match="no rows"):
-        make_trainer(tokenizer, {"text": []}, tmp_path)
+    for trainer_class in (Eagle3Trainer, partial(Eagle3Trainer, formatting_func=lambda row: row["text"])):
+        with pytest.raises(ValueError, match="no rows"):
+            make_trainer(tokenizer, {"text": []}, tmp_path, trainer_class=trainer_class)
     turns = chat()["messages"]
     for column, rows in (
         ("text", ["abcdef", "abcdef", None]),

@@ -64,13 +64,17 @@ def kind_of_data(dataset: Dataset | IterableDataset, text_field: str, name: str)
     Raises:
         ValueError: if the data has no rows, or no column to train on.
     """
-    first = next(iter(dataset), None)
-    if first is None:
-        raise ValueError(f"The {name} data has no rows. Check the split and the files.")
     try:
-        return kind_of(first, text_field)
+        return kind_of(first_row(dataset, name), text_field)
     except ValueError as error:
         raise ValueError(f"The {name} data {error}") from None
+
+
+def first_row(dataset: Dataset | IterableDataset, name: str) -> dict[str, Any]:
+    """Returns the first row of a data set. Raises `ValueError` if there is none."""
+    if (first := next(iter(dataset), None)) is None:
+        raise ValueError(f"The {name} data has no rows. Check the split and the files.")
+    return first
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
