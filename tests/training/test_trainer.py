@@ -922,6 +922,13 @@ def test_an_optimizer_of_the_caller_s(tmp_path, tokenizer, is_class):
     assert arguments["optimizers"] == "SGD" and "learning_rate" not in arguments
 
 
+def test_the_record_has_the_token_that_ends_texts(tmp_path, tokenizer):
+    """It is a part of the data, unlike padding."""
+    trainer = make_trainer(tmp_path, copy.deepcopy(tokenizer), eos_token=tokenizer.bos_token)
+    arguments = training_record(trainer)["arguments"]
+    assert arguments["eos_token"] == tokenizer.bos_token and "pad_token" not in arguments
+
+
 def test_an_optimizer_of_another_model(tmp_path, tokenizer):
     """The draft would learn nothing, as one that is frozen."""
     draft = Eagle3ForSpeculation.from_target(target := make_target("llama"))
