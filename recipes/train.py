@@ -66,7 +66,7 @@ from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArgumen
 from hf_eagle3.checkpoints import load_ends, target_class
 from hf_eagle3.data import read_json_lines, shows_images
 from hf_eagle3.data.answers import features_of
-from hf_eagle3.data.rows import with_json
+from hf_eagle3.data.nulls import with_json
 from hf_eagle3.environment import command_line, errors_in_one_line, folder_or_hub_id
 from hf_eagle3.training import FeatureStore
 from hf_eagle3.training.models import load_processing_class

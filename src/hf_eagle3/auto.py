@@ -10,9 +10,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 
 from .tensor_names import (
     HUB_ARGUMENTS,
+    LOCAL,
     is_block_draft,
     is_draft,
-    tensor_names,
+    names_in,
     tensor_names_on_hub,
     unlike_qwen3,
     weights_file,
@@ -91,7 +92,7 @@ def draft_config(
     """
     Returns what `AutoConfig.from_pretrained` returns for a draft: [`Eagle3Config`], or [`DFlashConfig`] for a block draft
     whose own code is not trusted. `None` if the checkpoint is not a draft. `content` is the configuration that transformers
-    read, if it could.
+    read, if it could. What it could not may be `speculators`', which says what it is. Otherwise the tensors tell.
 
     Raises:
         ValueError: if the draft is of an unsupported kind, has no `config.json`, or is broken.
@@ -99,10 +100,12 @@ def draft_config(
     if gguf_file is not None:
         return None
     hub_kwargs = {name: kwargs[name] for name in (*HUB_ARGUMENTS, "variant") if name in kwargs}
-    # Tensors tell what transformers could read. What it could not may be `speculators`', which says what it is.
-    kind, names = (None, []) if content is None else kind_of_draft(content, name_or_path, hub_kwargs)
-    if content is not None and kind is None:
-        return None
+    kind: Callable[[Iterable[str]], bool] | None = None
+    names: list[str] = []
+    if content is not None:
+        kind, names = kind_of_draft(content, name_or_path, hub_kwargs)
+        if kind is None:
+            return None
     content, kwargs = PreTrainedConfig.get_config_dict(name_or_path, **kwargs)
     auto_map, algorithm = content.get("auto_map") or {}, content.get("speculators_model_type")
     if trust_remote_code and "AutoConfig" in auto_map:  # its own code has failed, and said why
@@ -120,13 +123,19 @@ def draft_config(
         if trust_remote_code and "AutoModel" in auto_map:  # the caller wants the code that it brings
             return None
         return block_draft_config(name_or_path, content, names, **kwargs)
+    return eagle3_config(name_or_path, content, hub_kwargs, **kwargs)
 
+
+def eagle3_config(
+    name_or_path: str | Path, content: dict, hub_kwargs: dict[str, Any], **kwargs: Any
+) -> "Eagle3Config | tuple[Eagle3Config, dict]":
+    """Returns the configuration of an EAGLE-3 draft of any format. `AutoModel` then loads an [`Eagle3ForSpeculation`]."""
     # Here, so that `import hf_eagle3` is quick.
     from .checkpoints import read
     from .remote_code.configuration_eagle3 import Eagle3Config
     from .remote_code.modeling_eagle3 import Eagle3ForSpeculation
 
-    if algorithm is None:
+    if content.get("speculators_model_type") is None:
         content = read(content, name_or_path, **hub_kwargs)[0].to_dict()
     for auto_class in (AutoModel, AutoModelForCausalLM):
         auto_class.register(Eagle3Config, Eagle3ForSpeculation, exist_ok=True)
@@ -156,14 +165,15 @@ def kind_of_draft(
     Returns which of [`is_draft`] and [`is_block_draft`] holds for a checkpoint, or `None`, and the names of its tensors.
     Raises `ValueError` if it is certainly a draft, in a file that is broken.
     """
-    names = tensor_names(name_or_path, **hub_kwargs)
-    if names is None and not Path(name_or_path).exists() and not hub_kwargs.get("local_files_only"):
+    path = weights_file(name_or_path, **{**hub_kwargs, **LOCAL})
+    names = [] if path is None else names_in(path)
+    if path is None and not Path(name_or_path).exists() and not hub_kwargs.get("local_files_only"):
         may_be, is_certain = may_be_draft(content)
-        names = tensor_names_on_hub(name_or_path, is_certain, **hub_kwargs) if may_be else None
+        names = tensor_names_on_hub(name_or_path, is_certain, **hub_kwargs) if may_be else []
     if names:
         return next((kind for kind in (is_draft, is_block_draft) if kind(names)), None), names
-    path = weights_file(name_or_path, **hub_kwargs) if may_be_draft(content)[1] else None
-    if path is not None:  # transformers would not say what is broken
+    path = weights_file(name_or_path, **{**hub_kwargs, **LOCAL})  # it may have been fetched since
+    if path is not None and may_be_draft(content)[1]:  # transformers would not say what is broken
         from .file_checks import read_file, read_index
 
         (read_index if path.suffix == ".json" else read_file)(path)

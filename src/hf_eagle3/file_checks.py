@@ -7,7 +7,7 @@ checkpoint is as we saved it.
 import json
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from logging import LogRecord
@@ -24,7 +24,7 @@ from .environment import is_missing_folder
 from .remote_code.auto_eagle3 import logger
 from .remote_code.configuration_eagle3 import default_aux_layer_ids
 from .remote_code.loading_eagle3 import check_loading_info
-from .tensor_names import HUB_ARGUMENTS, LENIENT, WEIGHT_FILES, check_is_reachable, find, our_names, with_variant
+from .tensor_names import HUB_ARGUMENTS, LENIENT, check_is_reachable, find, our_names, weights_file
 
 
 if TYPE_CHECKING:
@@ -94,23 +94,30 @@ def check_weights_file(path: Path, is_quantized: bool = False) -> None:
         except SafetensorError as error:
             raise ValueError(f"{path} is not a complete safetensors file ({error}). Download it again.") from None
     else:
-        tensors = read_file(
-            path, mmap=zipfile.is_zipfile(path)
-        )  # reads no weights, in the format of torch 1.6 and later
-        d2t = tensors.get("d2t")
-        dtypes = {name: str(tensor.dtype).removeprefix("torch.").upper() for name, tensor in tensors.items()}
-    quantized = sorted(
-        name
-        for name, dtype in dtypes.items()
-        if name.endswith("weight") and dtype.startswith(("I", "U", "F8", "FLOAT8"))
-    )
-    if quantized and not is_quantized:  # transformers would take them for unscaled floating-point numbers
-        raise ValueError(
-            f"{path} has weights that are integers or of 8 bits, such as {quantized[0]} ({dtypes[quantized[0]]}), but config.json has "
-            "no `quantization_config` that says how to read them. Load the draft that is not quantized."
-        )
+        # Reads no weights, in the format of torch 1.6 and later.
+        tensors = read_file(path, mmap=zipfile.is_zipfile(path))
+        d2t, dtypes = tensors.get("d2t"), {name: tensor.dtype for name, tensor in tensors.items()}
+    if not is_quantized:
+        check_dtypes(dtypes, path)
     if d2t is not None:  # transformers would round it to integers
         check_mapping(d2t, f"{path}: ")
+
+
+def check_dtypes(dtypes: Mapping[str, Any], place: str | Path) -> None:
+    """
+    Raises `ValueError` if weights of a draft that is not quantized are integers or of 8 bits. transformers would take them for
+    unscaled floating-point numbers.
+    """
+    # As safetensors calls dtypes, or torch.
+    is_quantized = re.compile(r"[IU]|F8|torch\.(u?int|float8)")
+    names = sorted(
+        name for name, dtype in dtypes.items() if name.endswith("weight") and is_quantized.match(str(dtype))
+    )
+    if names:
+        raise ValueError(
+            f"{place} has weights that are integers or of 8 bits, such as {names[0]} ({dtypes[names[0]]}), but config.json has no "
+            "`quantization_config` that says how to read them. Load the draft that is not quantized."
+        )
 
 
 def check_mapping(d2t: torch.Tensor, place: str = "") -> None:
@@ -167,14 +174,11 @@ def check_files(source: str | Path, variant: str | None = None, **hub_kwargs: An
     path = find(source, "config.json", **hub_kwargs)
     content = None if path is None else read_json(path)
     is_quantized = any((content or {}).get(name) for name in ("quantization_config", "quantization"))
-    candidates = ((name, find(source, with_variant(name, variant), **hub_kwargs)) for name in WEIGHT_FILES)
-    name, path = next(((name, path) for name, path in candidates if path is not None), ("", None))
-    paths = [path]
-    if path is not None and name.endswith(".json"):
+    paths = [weights_file(source, variant, **hub_kwargs)]
+    if (path := paths[0]) is not None and path.suffix == ".json":
         paths = [find(source, part, **hub_kwargs) for part in sorted(set(read_index(path).values()))]
-    for path in paths:
-        if path is not None:
-            check_weights_file(path, is_quantized)
+    for path in filter(None, paths):
+        check_weights_file(path, is_quantized)
     if (path := find(source, "generation_config.json", **hub_kwargs)) is not None:
         check_token_ids(read_json(path))
     return content

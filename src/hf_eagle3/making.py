@@ -62,7 +62,7 @@ def from_target(
 ) -> "DraftModel":
     """
     Returns an untrained draft for a loaded target. It takes the target's sizes, rotary embedding, special tokens, dtype
-    and rows of `lm_head`. See [`Eagle3ForSpeculation.from_target`].
+    and rows of `lm_head`.
 
     Args:
         cls (`type`): The class of the draft.

@@ -35,6 +35,8 @@ LENIENT = {
     "_raise_exceptions_for_gated_repo": False,
     "_raise_exceptions_for_connection_errors": False,
 }
+# Arguments that also make it download nothing.
+LOCAL = {**LENIENT, "local_files_only": True, "force_download": False}
 
 
 def find(source: str | Path, name: str, **hub_kwargs: Any) -> Path | None:
@@ -120,19 +122,9 @@ def our_names(names: Iterable[str]) -> dict[str, str]:
     return {name: re.sub(r"^midlayer\.", "layers.0.", short) for name, short in numbered.items()}
 
 
-def tensor_names(source: str | Path, variant: str | None = None, **hub_kwargs: Any) -> list[str] | None:
-    """
-    Returns the names of a checkpoint's tensors, or `None` if its weights are not on this machine. The list is empty if the
-    file cannot be read, or cannot be a draft's.
-    """
-    path = weights_file(source, variant, **hub_kwargs)
-    return None if path is None else names_in(path)
-
-
 def weights_file(source: str | Path, variant: str | None = None, **hub_kwargs: Any) -> Path | None:
-    """Returns the path of a checkpoint's weights, or of their index, or `None` if they are not on this machine."""
-    local = {**hub_kwargs, **LENIENT, "local_files_only": True, "force_download": False}
-    paths = (find(source, with_variant(name, variant), **local) for name in WEIGHT_FILES)
+    """Returns the path of a checkpoint's weights, or of their index, or `None` if there are none."""
+    paths = (find(source, with_variant(name, variant), **hub_kwargs) for name in WEIGHT_FILES)
     return next((path for path in paths if path is not None), None)
 
 

@@ -252,6 +252,11 @@ class PromptEncoder:
             return tokens  # the text contains its BOS token
         return [*self.special_tokens, *tokens]
 
+    def with_special_tokens(self, text: str) -> str:
+        """Returns a text to continue with its special tokens, once, as a processor reads them."""
+        start = "".join(self.tokenizer.convert_ids_to_tokens(self.special_tokens))
+        return text if text.startswith(start) else start + text
+
     def chat(self, messages: list[dict], **kwargs: Any) -> list[int]:
         """Returns the tokens of a conversation, up to where the answer begins."""
         return self.rendered_tokens(self.render(messages, add_generation_prompt=True, **kwargs))

@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 from trl.data_utils import apply_chat_template
 
 from hf_eagle3.data import RowEncoder, RowError, encode_rows
-from hf_eagle3.data.encoding import has_markers, split_documents
+from hf_eagle3.data.encoded import split_documents
+from hf_eagle3.data.encoding import has_markers
 from hf_eagle3.tokenizer import PromptEncoder
 
 

@@ -15,7 +15,8 @@ from PIL.Image import DecompressionBombError
 
 from hf_eagle3.data import images, plain_rows
 from hf_eagle3.data.images import load, storable, with_unread_images
-from hf_eagle3.data.rows import RowError, UnreachableError, read_images
+from hf_eagle3.data.rows import read_images
+from hf_eagle3.data.values import RowError, UnreachableError
 
 
 LONG = b64encode(b"no image" * 1000).decode()

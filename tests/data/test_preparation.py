@@ -261,7 +261,9 @@ def test_dropped_rows_are_reported(tokenizer, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="hf_eagle3"):
         trainer = make_trainer(tokenizer, rows, tmp_path, max_length=30)
     assert len(trainer.train_dataset) == 1
-    assert "1 of 2 rows of the train data have nothing to learn within `max_length=30`, and are dropped" in caplog.text
+    assert (
+        "1 of 2 rows of the train data are dropped: they have nothing to learn within `max_length=30`" in caplog.text
+    )
     with pytest.raises(ValueError, match="2 of 2 rows .* have nothing to learn"):
         make_trainer(tokenizer, rows, tmp_path, max_length=5)
 
@@ -311,8 +313,9 @@ def test_bad_data(tokenizer, tmp_path):
         make_trainer(tokenizer, chat(), tmp_path, chat_template_path="none.jinja")
     with pytest.raises(ValueError, match=r"has columns \['content'\]"):
         make_trainer(tokenizer, {"content": ["abc"]}, tmp_path)
-    with pytest.raises(ValueError, match="no rows"):
-        make_trainer(tokenizer, {"text": []}, tmp_path)
+    for trainer_class in (Eagle3Trainer, partial(Eagle3Trainer, formatting_func=lambda row: row["text"])):
+        with pytest.raises(ValueError, match="no rows"):
+            make_trainer(tokenizer, {"text": []}, tmp_path, trainer_class=trainer_class)
     turns = chat()["messages"]
     for column, rows in (
         ("text", ["abcdef", "abcdef", None]),

@@ -212,6 +212,10 @@ BAD = {
         {"messages": [{"role": "system", "content": "s"}, *CHAT], "system": "t"},
         "two different system prompts, in 'system' and in 'messages'",
     ),
+    "two columns of system prompts": (
+        {"messages": CHAT, "system": "s", "system_prompt": "t"},
+        "two different system prompts, in 'system' and in 'system_prompt'",
+    ),
     "tools that are none": ({"messages": CHAT, "tools": "f(city)"}, r"'tools' has 'f\(city\)', which is not JSON"),
     "tools of another type": (
         {"messages": CHAT, "tools": [5]},

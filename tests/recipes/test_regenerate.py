@@ -20,7 +20,7 @@ from loopback_hub import serve_hub
 from trl import DatasetMixtureConfig
 
 from hf_eagle3.data.answers import Output, features_of, push_dataset, rows_in
-from hf_eagle3.data.rows import without_nulls
+from hf_eagle3.data.nulls import without_nulls
 
 
 SCRIPT = RECIPES / "regenerate.py"

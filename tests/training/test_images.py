@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.checkpoints import target_class
-from hf_eagle3.data.encoding import read_whole
+from hf_eagle3.data.encoded import read_whole
 from hf_eagle3.data.images import IMAGE_INPUT
 from hf_eagle3.training.record import training_record
 from hf_eagle3.training.target_states import TargetStates
@@ -331,7 +331,7 @@ def test_max_length_cuts_no_image(tmp_path, caplog):
         stream = make_vision_trainer(tmp_path, dataset=rows().to_iterable_dataset(), max_length=12)
         assert [row["image_end"] for row in stream.train_dataset] == [7, 0, 5]
     assert "1 rows of the train data so far are dropped" in caplog.text
-    with pytest.raises(ValueError, match="2 of 2 rows of the train data cannot be used: `max_length=5` would cut"):
+    with pytest.raises(ValueError, match="2 of 2 rows of the train data are dropped: `max_length=5` would cut"):
         make_vision_trainer(tmp_path, dataset=rows().select([0, 1]), max_length=5)
 
 

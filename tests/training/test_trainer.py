@@ -936,6 +936,13 @@ def test_an_optimizer_of_the_caller_s(tmp_path, tokenizer, is_class):
     assert arguments["optimizers"] == "SGD" and "learning_rate" not in arguments
 
 
+def test_the_record_has_the_token_that_ends_texts(tmp_path, tokenizer):
+    """It is a part of the data, unlike padding."""
+    trainer = make_trainer(tmp_path, copy.deepcopy(tokenizer), eos_token=tokenizer.bos_token)
+    arguments = training_record(trainer)["arguments"]
+    assert arguments["eos_token"] == tokenizer.bos_token and "pad_token" not in arguments
+
+
 def test_an_optimizer_of_another_model(tmp_path, tokenizer):
     """The draft would learn nothing, as one that is frozen."""
     draft = Eagle3ForSpeculation.from_target(target := make_target("llama"))
@@ -1753,12 +1760,12 @@ def test_answers_that_are_cut_off(tmp_path, tokenizer, caplog, packing, is_strea
     message = (
         "before the first step|No row of the train data"
         if is_stream
-        else "6 of 6 rows of the train data have nothing to learn within"
+        else "6 of 6 rows of the train data are dropped: they have nothing to learn within"
     )
     with pytest.raises(ValueError, match=message):
         trainer_of([LONG_PROMPT] * 6).train()
     trainer = trainer_of([LONG_PROMPT] * 6 + CHATS["messages"][:2])
-    assert is_stream or "6 of 8 rows of the train data have nothing to learn" in caplog.text
+    assert is_stream or "6 of 8 rows of the train data are dropped: they have nothing to learn" in caplog.text
     kept = list(trainer.train_dataset)
     assert sum(len(row.get("seq_lengths", [0])) for row in kept) == 2
     assert all(any(label != -100 for label in row["labels"]) for row in kept)

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, Qwen3Config
 
-from ..checkpoints.flat import is_neutral
+from ..checkpoints.keys import is_neutral
 from ..config_checks import DEFAULTS, NEUTRAL_LAYER_KEYS, changed_defaults
 from ..remote_code.configuration_eagle3 import NEUTRAL_KEYS, unknown_keys
 

@@ -31,6 +31,7 @@ from ..tensor_names import LENIENT, find, is_block_draft, is_draft
 from . import flat, llama_cpp, openvino, safeailab, sglang
 from .engines import ENGINES, check_is_eagle3, describe_engines
 from .files import check_new_folder, read_tensors, save_checkpoint
+from .keys import format_of
 from .target import load_ends, target_class
 
 
@@ -86,7 +87,7 @@ def read(
         return flat.read(config, tensors)
     except (AttributeError, KeyError, StrictDataclassError, TypeError, ValueError) as error:  # a value is malformed
         reason = f"there is no {error}" if isinstance(error, KeyError) else error
-        raise ValueError(f"{source}, read as {flat.format_of(config)}: {reason}") from error
+        raise ValueError(f"{source}, read as {format_of(config)}: {reason}") from error
 
 
 def advice_for(names: Iterable[str]) -> str:

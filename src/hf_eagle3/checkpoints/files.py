@@ -20,7 +20,7 @@ from ..file_checks import read_file, read_index, read_json
 from ..remote_code.auto_eagle3 import logger
 from ..remote_code.configuration_eagle3 import DRAFT_KEYS
 from ..remote_code.target_eagle3 import FLOATS
-from ..tensor_names import WEIGHT_FILES, check_is_reachable, find, with_variant
+from ..tensor_names import WEIGHT_FILES, check_is_reachable, find, weights_file, with_variant
 
 
 if TYPE_CHECKING:
@@ -36,26 +36,24 @@ def read_tensors(source: str | Path, variant: str | None = None, **hub_kwargs: A
         OSError: if a file is not in the cache, and the Hub cannot be reached.
         ValueError: if a file is cut off, holds something other than tensors, or names files outside of its folder.
     """
-    names = [with_variant(name, variant) for name in WEIGHT_FILES]
-    for name in names:
-        if (path := find(source, name, **hub_kwargs)) is None:
-            continue
-        if not name.endswith(".json"):
-            return read_file(path)
-        tensors: dict[str, torch.Tensor] = {}
-        index = read_index(path)
-        for part in sorted(set(index.values())):
-            if (part_path := find(source, part, **hub_kwargs)) is None:
-                check_is_reachable(source, part, **hub_kwargs)
-                raise FileNotFoundError(f"{source}: {name} lists {part}, which does not exist. Download it again.")
-            tensors |= read_file(part_path)
-        if absent := sorted(index.keys() - tensors.keys()):
-            raise ValueError(f"{source}: {name} lists tensors that its files do not hold: {absent}.")
-        return tensors
-    check_is_reachable(source, names[0], **hub_kwargs)
-    raise FileNotFoundError(
-        f"{source} has no weights: none of {', '.join(names)}. If they are in a file of another name, download and rename it."
-    )
+    path = weights_file(source, variant, **hub_kwargs)
+    if path is None:
+        names = [with_variant(name, variant) for name in WEIGHT_FILES]
+        check_is_reachable(source, names[0], **hub_kwargs)
+        raise FileNotFoundError(
+            f"{source} has no weights: none of {', '.join(names)}. If they are in a file of another name, download and rename it."
+        )
+    if path.suffix != ".json":
+        return read_file(path)
+    index, tensors = read_index(path), dict[str, torch.Tensor]()
+    for part in sorted(set(index.values())):
+        if (part_path := find(source, part, **hub_kwargs)) is None:
+            check_is_reachable(source, part, **hub_kwargs)
+            raise FileNotFoundError(f"{source}: {path.name} lists {part}, which does not exist. Download it again.")
+        tensors |= read_file(part_path)
+    if absent := sorted(index.keys() - tensors.keys()):
+        raise ValueError(f"{source}: {path.name} lists tensors that its files do not hold: {absent}.")
+    return tensors
 
 
 def check_new_folder(folder: str | Path) -> None:

@@ -50,14 +50,8 @@ def load_on_device(
     **kwargs: Any,
 ) -> PreTrainedModel:
     """
-    Loads a target to decode with, on one device, and optionally quantized by bitsandbytes, as TRL's scripts do.
-
-    Args:
-        name (`str` or `Path`): Folder or Hub id.
-        device (`torch.device` or `str`): The device.
-        dtype (`torch.dtype` or `str`, *optional*, defaults to `"auto"`): The dtype. 4-bit layers compute in bfloat16 by default.
-        bits (`int`, *optional*): 4 or 8, to quantize it.
-        with_images, kwargs (*optional*): See [`target_class`].
+    Loads a target to decode with, on one device, and optionally quantized to 4 or 8 `bits` by bitsandbytes, as TRL's scripts do.
+    4-bit layers compute in bfloat16 by default. For `with_images` and `kwargs` see [`target_class`].
     """
     auto_class = target_class(name, with_images, **kwargs)
     if bits is None:

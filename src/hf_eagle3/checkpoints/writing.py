@@ -9,7 +9,7 @@ from ..config_checks import ROPE_KEYS
 from ..remote_code.configuration_eagle3 import FLAGS
 from ..remote_code.draft_model_eagle3 import DraftModel
 from ..remote_code.loading_eagle3 import fingerprint, similarity
-from .flat import EXACT_IDS, LAYER_KEYS, TOKEN_KEYS
+from .keys import EXACT_IDS, LAYER_KEYS, TOKEN_KEYS
 
 
 # Features that readers take from the configuration. EAGLE's own code does not.

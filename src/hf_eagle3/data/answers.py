@@ -16,7 +16,8 @@ from ..file_checks import read_json
 from ..files import write_atomically
 from .conversation import Conversation
 from .images import with_unread_images
-from .rows import RowError, summary
+from .rows import summary
+from .values import RowError
 
 
 logger = logging.getLogger(__name__)

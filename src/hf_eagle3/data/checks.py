@@ -64,13 +64,17 @@ def kind_of_data(dataset: Dataset | IterableDataset, text_field: str, name: str)
     Raises:
         ValueError: if the data has no rows, or no column to train on.
     """
-    first = next(iter(dataset), None)
-    if first is None:
-        raise ValueError(f"The {name} data has no rows. Check the split and the files.")
     try:
-        return kind_of(first, text_field)
+        return kind_of(first_row(dataset, name), text_field)
     except ValueError as error:
         raise ValueError(f"The {name} data {error}") from None
+
+
+def first_row(dataset: Dataset | IterableDataset, name: str) -> dict[str, Any]:
+    """Returns the first row of a data set. Raises `ValueError` if there is none."""
+    if (first := next(iter(dataset), None)) is None:
+        raise ValueError(f"The {name} data has no rows. Check the split and the files.")
+    return first
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -120,14 +124,8 @@ def check_positions(dataset: Dataset | IterableDataset, num_positions: int, max_
 def check_prepared(dataset: Dataset | IterableDataset, vocab_size: int, name: str) -> None:
     """
     Checks rows that are trained on as they are (`skip_prepare_dataset`), except those of a stream, which are not known in advance.
-
-    Args:
-        dataset (`Dataset` or `IterableDataset`): The data.
-        vocab_size (`int`): The target's vocabulary size.
-        name (`str`): `"train"` or `"eval"`, for messages.
-
-    Raises:
-        ValueError: if there are no `input_ids`, a token is not the target's, labels are not the tokens, or no row teaches anything.
+    Raises `ValueError` if there are no `input_ids`, a token is not the target's, labels are not the tokens, or no row teaches
+    anything.
     """
     columns = get_dataset_column_names(dataset)
     if "input_ids" not in columns:
@@ -233,15 +231,12 @@ def drop_cut_images(
         message = f"dropped: `max_length={max_length}` would cut their images."
         return dataset.filter(LongRows(max_length, name, message, are_kept=False), input_columns="image_end")
     ends = np.asarray(dataset["image_end"])
-    kept = np.flatnonzero(ends <= max_length)
-    if len(kept) == len(dataset):
+    if (are_whole := ends <= max_length).all():
         return dataset
-    dropped = f"{len(dataset) - len(kept)} of {len(dataset)} rows of the {name} data"
+    kept = dataset.select(np.flatnonzero(are_whole))
     why = f"`max_length={max_length}` would cut their images, which end at up to {ends.max()} tokens"
-    if not len(kept):
-        raise ValueError(f"{dropped} cannot be used: {why}. Raise `max_length`, or pass smaller images.")
-    logger.warning(f"{dropped} are dropped: {why}.")
-    return dataset.select(kept)
+    report_dropped(dataset, kept, name, why, "Raise `max_length`, or pass smaller images.")
+    return kept
 
 
 def row_lengths(dataset: Dataset) -> np.ndarray:
@@ -251,16 +246,19 @@ def row_lengths(dataset: Dataset) -> np.ndarray:
 
 
 def report_dropped(
-    dataset: Dataset | IterableDataset, kept: Dataset | IterableDataset, max_length: int | None, name: str
+    dataset: Dataset | IterableDataset,
+    kept: Dataset | IterableDataset,
+    name: str,
+    why: str,
+    advice: str = "Raise `max_length`.",
 ) -> None:
-    """Warns of rows that were dropped, because `max_length` cuts what they teach, or raises `ValueError` if all were."""
+    """Warns of rows that were dropped, or raises `ValueError` if all were. Those of a stream are not known."""
     if not isinstance(dataset, Dataset) or len(kept) == len(dataset):
         return
-    dropped = f"{len(dataset) - len(kept)} of {len(dataset)} rows of the {name} data"
-    why = f"have nothing to learn within `max_length={max_length}`"
+    message = f"{len(dataset) - len(kept)} of {len(dataset)} rows of the {name} data are dropped: {why}. {advice}"
     if len(kept) == 0:
-        raise ValueError(f"{dropped} {why}. Raise `max_length`.")
-    logger.warning(f"{dropped} {why}, and are dropped. To keep them, raise `max_length`.")
+        raise ValueError(message)
+    logger.warning(message)
 
 
 class LongRows:

@@ -6,7 +6,8 @@ from typing import Any
 
 from ..tokenizer import with_arguments_as_text, with_text_part
 from .images import storable
-from .rows import IMAGES, RowError, read_prompt
+from .rows import IMAGES, read_prompt
+from .values import RowError
 
 
 KEPT_ROLES = {"system", "user", "assistant"}

@@ -17,7 +17,9 @@ from transformers import PreTrainedConfig, ProcessorMixin
 from transformers.image_utils import httpx, load_image
 from trl.data_utils import get_dataset_column_names
 
-from .rows import CONVERSATIONS, IMAGE_PARTS, IMAGES, RowError, UnreachableError
+from .messages import CONVERSATIONS, IMAGE_PARTS
+from .rows import IMAGES
+from .values import RowError, UnreachableError
 
 
 # In a batch the names of what the target reads of images begin with this.
@@ -82,14 +84,8 @@ def unread(feature: Any) -> Any:
 
 def load(image: Any) -> Image:
     """
-    Loads an image, in RGB.
-
-    Args:
-        image (`PIL.Image.Image`, `str` or `dict`): The image, its path, URL or data URL, or `bytes` and `path` as in `datasets`.
-
-    Raises:
-        RowError: if it cannot be read.
-        UnreachableError: if there is no such file, or its server cannot be reached. Another run may find it.
+    Loads an image, in RGB. It may be a PIL image, its path, URL or data URL, or a dictionary of `bytes` and `path` as in `datasets`.
+    Raises `RowError` if it cannot be read, or `UnreachableError` if there is no such file or its server cannot be reached.
     """
     is_file = isinstance(image, str) and not image.startswith(URLS)
     # `Path.is_file` raises an error for strings that are too long for a path.
@@ -161,28 +157,6 @@ class ImageReader:
     def __init__(self, processor: ProcessorMixin):
         self.processor = processor
 
-    def check_places(self, text: str, images: list[Any]) -> None:
-        """
-        Checks that a text has a place for each image, also if there are none: a target counts those of a whole batch.
-
-        Args:
-            text (`str`): A text with the processor's `image_token` for each image.
-            images (`list`): The images.
-
-        Raises:
-            RowError: if there are more or fewer places, or the processor has no `image_token`.
-        """
-        token = getattr(self.processor, "image_token", None)
-        if images and token is None:
-            raise RowError(
-                f"it has images, and {type(self.processor).__name__} has no `image_token` that stands for one in a text"
-            )
-        if (num_places := text.count(token) if token else 0) != len(images):
-            raise RowError(
-                f"it has {len(images)} images, but its text has {num_places} places for them ({token!r}). Correct the row, or "
-                "pass a chat template that writes one for each image"
-            )
-
     def expand(self, text: str, images: list[Any]) -> Expansion:
         """
         Returns what the processor writes in place of a text's images.
@@ -192,12 +166,20 @@ class ImageReader:
             images (`list`): The images; see [`load`].
 
         Raises:
-            RowError: if an image cannot be loaded, or there are more or fewer of them than the text has places for.
+            RowError: if an image cannot be loaded, or there are more or fewer of them than the text has places for. A target counts
+                the places in a whole batch, so a text without images must have none.
         """
-        self.check_places(text, images)
+        token: Any = getattr(self.processor, "image_token", None)
+        name = type(self.processor).__name__
+        if images and token is None:
+            raise RowError(f"it has images, and {name} has no `image_token` that stands for one in a text")
+        if (num_places := text.count(token) if token else 0) != len(images):
+            raise RowError(
+                f"it has {len(images)} images, but its text has {num_places} places for them ({token!r}). Correct the row, or "
+                "pass a chat template that writes one for each image"
+            )
         if not images:
             return Expansion()
-        token, name = self.processor.image_token, type(self.processor).__name__
         try:
             read = self._process(
                 [text],

@@ -23,8 +23,9 @@ from ..tokenizer import PromptEncoder, padded_inputs, padding_token
 from .answers import Output
 from .conversation import Conversation
 from .images import ImageReader
+from .messages import check_calls
 from .prompts import num_positions
-from .rows import RowError, UnreachableError, check_calls
+from .values import RowError, UnreachableError
 
 
 logger = logging.getLogger(__name__)
@@ -153,17 +154,8 @@ def encode_prompt(
 ) -> dict[str, Any]:
     """
     Returns the `prompt` of the next answer and its `input_ids`; with images also `image_data` and `image_text`, see
-    [`~hf_eagle3.data.RowEncoder`].
-
-    Args:
-        conversation ([`Conversation`]): What to answer.
-        encoder ([`PromptEncoder`]): Of the target's tokenizer.
-        room (`int`): How many tokens the answer may have.
-        positions (`int`, *optional*): The size of the target's table of positions, if it has one.
-        images ([`ImageReader`], *optional*): Reads images.
-
-    Raises:
-        RowError: if the prompt cannot be rendered, is empty, or is too long, or an image is missing (`UnreachableError`).
+    [`~hf_eagle3.data.RowEncoder`]. The answer may have `room` tokens, and the target's table, if it has one, so many `positions`.
+    Raises `RowError` if the prompt cannot be rendered, is empty, or is too long, or an image is missing (`UnreachableError`).
     """
     if conversation.images and images is None:
         raise RowError("it has images, but the target or its processor reads text only")
@@ -175,13 +167,11 @@ def encode_prompt(
             encoder.check_written(conversation.turns, text, add_generation_prompt=True, **conversation.template_kwargs)
             tokens = encoder.rendered_tokens(text)
         if images is not None:
-            images.check_places(text, conversation.images)
-        if images is not None and conversation.images:
-            special = encoder.special_tokens if conversation.text is not None else []
-            start = "".join(encoder.tokenizer.convert_ids_to_tokens(special))
-            text = text if text.startswith(start) else start + text
+            if conversation.text is not None:
+                text = encoder.with_special_tokens(text)
             expansion = images.expand(text, conversation.images)
-            tokens = encoder.rendered_tokens(expansion.of(text))
+            if conversation.images:
+                tokens = encoder.rendered_tokens(expansion.of(text))
     except RowError:
         raise
     except Exception as error:

@@ -5,77 +5,28 @@ A row is read before anything else happens to it. An error names the row, says w
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from datasets import Features, Json, List, Value
+from .messages import CONVERSATIONS, read_messages, refuse_json
+from .nulls import without_added_nulls
+from .values import RowError, as_list, from_json, is_something, shown
 
-from ..tokenizer import THOUGHTS
 
-
-# ShareGPT's and OpenAI's older names of speakers, and the roles they stand for.
-ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "developer": "system",  # OpenAI's newer name, which many templates leave out or refuse
-    "tool": "tool",
-    "observation": "tool",
-    "function": "tool",
-}
-CONVERSATIONS = ("messages", "conversations")
 SYSTEM = ("system", "system_prompt")  # columns of system prompts beside a conversation
 IMAGES = ("images", "image")
 OTHER_MEDIA = ("audio", "audios", "video", "videos")
-# Kinds of parts of a message, and the keys that may hold an image.
-TEXT_PARTS, IMAGE_PARTS = (None, "text", "input_text", "output_text"), ("image", "image_url", "input_image")
-IMAGE_KEYS = ("image", "image_url", "url", "path")
 MASKS = ("attention_mask", "loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "response_mask")
 TOKENIZERS_MASK = "special_tokens_mask"  # says nothing about what is learned
-# Columns that may hold dictionaries.
-STRUCTURED = (*CONVERSATIONS, "prompt", "completion", "tools", "functions", "chat_template_kwargs")
 # Other projects' names of `tools`, whose contents have other forms.
 OTHER_TOOLS = ("tool_defs", "tool_definitions", "tool_schemas", "available_tools")
 # Columns of Alpaca's format that belong to the prompt, and stay behind when the others are renamed.
 PROMPT_PARTS = ("input", "history")
 NUM_SHOWN = 3  # how many reasons, and rows for each, a message names
-# An assistant's message without content may have one of these. Empty ones are none, although some templates ask only for the name.
-WITHOUT_CONTENT = {"tool_calls", *THOUGHTS}
 # Arguments of `apply_chat_template` that are not the template's.
 RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "tokenize"}
-# Keys that are 0 or false in messages that are not to be learned: those of OpenAI, axolotl, verl and ms-swift.
-WEIGHTS = ("weight", "train", "training", "trainable", "loss_mask", "loss")
-# axolotl's weights of characters.
-DETAILS = ("train_detail", "training_detail")
-
-
-class RowError(ValueError):
-    """
-    Says what is wrong with a row. The code that iterates over rows adds the row's number.
-
-    Args:
-        reason (`str`): What is wrong.
-    """
-
-    def __init__(self, reason: str):
-        super().__init__(reason)
-
-
-class NothingToLearn(RowError):
-    """Says that a row is well-formed, but has no answer to learn. A few of many rows may be like that."""
-
-
-class UnreachableError(RowError):
-    """Says that a file or server of a row is not there now. It may be later."""
 
 
 @dataclass
@@ -167,13 +118,13 @@ def read_row(row: Mapping[str, Any], kind: str, features: Mapping[str, Any] | No
         if images:
             raise RowError("it has images beside 'input_ids'. Pass messages or a text with its images")
         return Row(tokens=read_tokens(row))
-    if masks := [name for name in MASKS[1:] if _is_something(row.get(name))]:
+    if masks := [name for name in MASKS[1:] if is_something(row.get(name))]:
         raise RowError(
             f"it has {masks[0]!r} beside {kind!r}, but masks are for 'input_ids'. Remove the column. To leave out turns of a "
             "conversation, give their messages a `weight` of 0"
         )
     if kind in CONVERSATIONS:
-        others = [name for name in (*CONVERSATIONS, "text", "prompt", "input_ids") if _is_something(row.get(name))]
+        others = [name for name in (*CONVERSATIONS, "text", "prompt", "input_ids") if is_something(row.get(name))]
         if others and kind not in others:
             raise RowError(
                 f"{kind!r} has nothing in it, but {others[0]!r} has. All rows must have what is learned in the same column. Convert these "
@@ -189,7 +140,7 @@ def read_row(row: Mapping[str, Any], kind: str, features: Mapping[str, Any] | No
         _refuse_beside_text(row)
         texts = {name: read_text(row.get(name), name) for name in ("prompt", "completion")}
         for name, text in texts.items():
-            _refuse_json(text, name)
+            refuse_json(text, name)
         return Row(text=texts["prompt"], completion=texts["completion"], images=images)
     given = read_conversation(row, "prompt")
     answer = read_messages(completion, "completion")
@@ -202,7 +153,7 @@ def read_row(row: Mapping[str, Any], kind: str, features: Mapping[str, Any] | No
 def read_images(row: dict[str, Any]) -> list[Any]:
     """Returns the images in the columns of a row: PIL images, paths, URLs, or dictionaries of `datasets`."""
     for name in OTHER_MEDIA:
-        if _is_something(row.get(name)):
+        if is_something(row.get(name)):
             raise RowError(
                 f"it has {name!r}, and drafts learn from text and images only. Remove the column, or the rows that use it"
             )
@@ -215,7 +166,7 @@ def read_images(row: dict[str, Any]) -> list[Any]:
                 f"{name!r} cannot be read: {str(error):.200}. Correct the path, or remove the row"
             ) from error
         values = value if isinstance(value, list) else [value]
-        if values := [each for each in values if _is_something(each)]:
+        if values := [each for each in values if is_something(each)]:
             found[name] = values
     if len(found) > 1:
         raise RowError("it has both 'image' and 'images'. Remove one")
@@ -247,8 +198,8 @@ def with_places(messages: list[dict], images: list[Any]) -> tuple[list[dict], li
     if first is None:
         raise RowError("it has images, but no message of the user to show them in")
     text = {"type": "text", "text": messages[first]["content"]}
-    shown = {**messages[first], "content": [*({"type": "image"} for _ in images), text]}
-    return [*messages[:first], shown, *messages[first + 1 :]], images
+    message = {**messages[first], "content": [*({"type": "image"} for _ in images), text]}
+    return [*messages[:first], message, *messages[first + 1 :]], images
 
 
 def read_prompt(row: Mapping[str, Any], features: Mapping[str, Any] | None = None) -> Row:
@@ -272,7 +223,7 @@ def read_prompt(row: Mapping[str, Any], features: Mapping[str, Any] | None = Non
         if not row[kind]:
             raise RowError("it has an empty prompt")
         _refuse_beside_text(row)
-        _refuse_json(row[kind], kind)
+        refuse_json(row[kind], kind)
         return Row(text=row[kind], images=read_images(row))
     messages, images = with_places(read_conversation(row, kind), read_images(row))
     return Row(messages=messages, template_kwargs=read_template_kwargs(row), images=images)
@@ -283,170 +234,23 @@ def read_text(value: Any, name: str) -> str:
     if value is None:
         raise RowError(f"{name!r} is missing or has nothing in it")
     if not isinstance(value, str):
-        raise RowError(f"{name!r} is {_shown(value)}, but must be a text")
+        raise RowError(f"{name!r} is {shown(value)}, but must be a text")
     return value
 
 
 def read_conversation(row: dict[str, Any], name: str) -> list[dict]:
     """Returns the messages of a row, with the system prompt from its own column, if the row has one."""
     messages = read_messages(row.get(name), name)
-    for column in SYSTEM:
-        system = row.get(column)
-        if not system:
-            continue
-        first = messages[0]
-        if first["role"] != "system":
-            return [{"role": "system", "content": read_text(system, column)}, *messages]
-        if first.get("content") != system:
-            raise RowError(f"it has two different system prompts, in {column!r} and in {name!r}. Remove one")
-    return messages
-
-
-def read_messages(value: Any, name: str) -> list[dict]:
-    """
-    Returns messages with `role` and `content`. Also reads ShareGPT's with `from` and `value` (or `text`), and a
-    dictionary of lists.
-    """
-    if not _is_something(value):
-        kind = NothingToLearn if name in CONVERSATIONS else RowError
-        raise kind(f"{name!r} is missing or has nothing in it")
-    if isinstance(value, str):
-        raise RowError(
-            f"{name!r} is the text {_shown(value)}, but must be a list of messages with role and content. {_advice(name)}"
-        )
-    value = _as_list(value, f"{name!r}", "of messages with role and content")
-    return [read_message(message, f"message {number} of {name!r}") for number, message in enumerate(value)]
-
-
-def _advice(name: str) -> str:
-    return f"If it is JSON, parse it: dataset.map(lambda row: {{{name!r}: json.loads(row[{name!r}])}})"
-
-
-def _refuse_json(text: str, name: str) -> None:
-    """Raises `RowError` if a text is a conversation in JSON, which a model should not read as it is."""
-    try:
-        value = json.loads(text) if text.lstrip().startswith("[") else None
-    except (ValueError, RecursionError):
-        return
-    if value and all(isinstance(message, dict) and message.keys() & {"role", "from"} for message in value):
-        raise RowError(f"{name!r} is a text with messages, {_shown(text)}. {_advice(name)}")
-
-
-def read_message(message: Any, where: str) -> dict:
-    """Returns a message of [`read_messages`]. `where` names it in errors."""
-    if not isinstance(message, dict):
-        raise RowError(f"{where} is {_shown(message)}, but must have role and content")
-    others = {
-        key: value
-        for key, value in message.items()
-        if value is not None and (key not in WITHOUT_CONTENT or _is_something(value))
-    }
-    role = others.pop("role", None)
-    if role is None and "from" in others:
-        speaker = others.pop("from")
-        role = ROLES.get(speaker.lower()) if isinstance(speaker, str) else None
-        if role is None:
-            raise RowError(f"{where} is from {speaker!r}, but must be from one of {sorted(ROLES)}. Rename it")
-    if not isinstance(role, str):
-        raise RowError(f"{where} has no role: {_shown(message)}")
-    role = ROLES.get(role.lower(), role)  # templates may have more roles
-    contents = [others.pop(key) for key in ("content", "value", "text") if key in others]
-    contents = [content for content in contents if _is_something(content)] or contents[:1]
-    if len(contents) > 1 and contents[1:] != contents[:-1]:
-        raise RowError(f"{where} has two contents, {_shown(contents[0])} and {_shown(contents[1])}. Remove one")
-    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
-    if role == "assistant" and (any(map(others.get, DETAILS)) or not all(map(is_learned, parts))):
-        raise RowError(
-            f"{where} is to be learned in part, but a message is learned whole or not (`weight`). Split or remove it"
-        )
-    calls = _from_json(calls_of(others), f"tool_calls of {where}")
-    for name in ("function_call", "tool_calls"):
-        others.pop(name, None)
-    if _is_something(calls):
-        others["tool_calls"] = [_read_call(call, where) for call in _as_list(calls, f"tool_calls of {where}")]
-    if not contents and role == "assistant" and others.keys() & WITHOUT_CONTENT:
-        contents = [""]
-    if not contents:
-        raise RowError(f"{where} has no content: {_shown(message)}")
-    return {"role": role, "content": _read_content(contents[0], where), **others}
-
-
-def _read_content(content: Any, where: str) -> str | list[dict]:
-    """Returns a text, or a list of parts if there are images among them."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RowError(f"the content of {where} is {_shown(content)}, but must be a text")
-    parts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else "text"
-        text = part.get("text") if isinstance(part, dict) else part
-        if kind in IMAGE_PARTS:
-            parts.append(_read_image_part(part, where))
-        elif isinstance(text, str) and kind in TEXT_PARTS:
-            parts.append({"type": "text", "text": text})
-        else:
-            raise RowError(f"the content of {where} has {_shown(part)}, and drafts learn from text and images only")
-    if all(part["type"] == "text" for part in parts):
-        return "".join(part["text"] for part in parts)
-    return parts
-
-
-def _read_image_part(part: dict, where: str) -> dict:
-    """Returns a part for an image, with the image if the part has it."""
-    for key in IMAGE_KEYS:
-        image = part.get(key)
-        image = image.get("url") if key == "image_url" and isinstance(image, dict) else image
-        if _is_something(image):
-            return {"type": "image", "image": image}
-    if part["type"] != "image":
-        raise RowError(f"the content of {where} has {_shown(part)}, which has no image")
-    return {"type": "image"}
-
-
-def calls_of(message: dict) -> Any:
-    """Returns the tool calls of a message, also one in OpenAI's older form (`function_call`)."""
-    calls, call = message.get("tool_calls"), message.get("function_call")
-    is_old = _is_something(call) and not _is_something(calls)
-    return [{"type": "function", "function": call}] if is_old else calls
-
-
-def check_calls(message: dict) -> None:
-    """Checks that the tool calls of an answer have the name of a function, and JSON as its arguments."""
-    for call in message.get("tool_calls") or []:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RowError(f"its answer has a tool call without the name of a function: {_shown(call)}")
-        if not isinstance(function.get("arguments", {}), dict):
-            raise RowError(f"its answer has a tool call whose arguments are no JSON object: {_shown(call)}")
-
-
-def is_learned(message: dict) -> bool:
-    """Whether a message has none of `WEIGHTS` that says not to learn it."""
-    weights = {key: message[key] for key in WEIGHTS if message.get(key) is not None}
-    for key, weight in weights.items():
-        if isinstance(weight, str):  # "false" is true
-            raise RowError(f"a message has {_shown(weight)} as {key!r}, but must have a number, true or false")
-    return all(weight != 0 for weight in weights.values())
-
-
-def _read_call(call: Any, where: str) -> dict:
-    """Returns a tool call with JSON arguments parsed."""
-    if not isinstance(call, dict):
-        raise RowError(f"{where} has {_shown(call)} among its tool_calls, but they must be dictionaries")
-    call = {key: each for key, each in call.items() if each is not None}
-    if isinstance(call.get("function"), dict):
-        function = call["function"] = {key: each for key, each in call["function"].items() if each is not None}
-    else:
-        function = call
-    if isinstance(function.get("arguments"), str):
-        try:
-            arguments = json.loads(function["arguments"].strip() or "{}")  # of a function without parameters
-        except ValueError:
-            return call  # any other text goes to the template as it is
-        if isinstance(arguments, dict):
-            function["arguments"] = arguments
-    return call
+    prompts = {column: read_text(row[column], column) for column in SYSTEM if row.get(column)}
+    if not prompts:
+        return messages
+    if messages[0]["role"] == "system":
+        prompts[name] = messages[0]["content"]
+    (place, text), *others = prompts.items()
+    for other, other_text in others:
+        if other_text != text:
+            raise RowError(f"it has two different system prompts, in {place!r} and in {other!r}. Remove one")
+    return messages if name in prompts else [{"role": "system", "content": text}, *messages]
 
 
 def read_template_kwargs(row: dict[str, Any]) -> dict[str, Any]:
@@ -454,66 +258,26 @@ def read_template_kwargs(row: dict[str, Any]) -> dict[str, Any]:
     Returns what a row gives its chat template besides the messages: `tools` (a list or JSON, also in OpenAI's older form,
     `functions`) and the contents of `chat_template_kwargs` (a dictionary or JSON).
     """
-    kwargs = _from_json(row.get("chat_template_kwargs"), "chat_template_kwargs")
+    kwargs = from_json(row.get("chat_template_kwargs"), "chat_template_kwargs")
     if kwargs is not None and not isinstance(kwargs, dict):
-        raise RowError(f"'chat_template_kwargs' is {_shown(kwargs)}, but must be a dictionary or JSON of one")
+        raise RowError(f"'chat_template_kwargs' is {shown(kwargs)}, but must be a dictionary or JSON of one")
     kwargs = dict(kwargs or {})
     if reserved := RESERVED & kwargs.keys():
         raise RowError(f"'chat_template_kwargs' has {min(reserved)!r}, which is set here. Remove it")
-    if others := [name for name in OTHER_TOOLS if _is_something(row.get(name))]:
+    if others := [name for name in OTHER_TOOLS if is_something(row.get(name))]:
         raise RowError(
             f"it has {others[0]!r}, but tools are read from 'tools'. Rename the column, and give it the JSON schemas that the chat "
             "template takes"
         )
-    tools = _from_json(row.get("tools"), "tools")
-    if not tools and (functions := _from_json(row.get("functions"), "functions")):  # OpenAI's older form
-        tools = [{"type": "function", "function": each} for each in _as_list(functions, "'functions'")]
+    tools = from_json(row.get("tools"), "tools")
+    if not tools and (functions := from_json(row.get("functions"), "functions")):  # OpenAI's older form
+        tools = [{"type": "function", "function": each} for each in as_list(functions, "'functions'")]
     if tools:
-        tools = [_from_json(tool, "tools") for tool in _as_list(tools, "'tools'")]
+        tools = [from_json(tool, "tools") for tool in as_list(tools, "'tools'")]
         if not all(isinstance(tool, dict) for tool in tools):
-            raise RowError(f"'tools' is {_shown(tools)}, but must be a list of JSON schemas")
+            raise RowError(f"'tools' is {shown(tools)}, but must be a list of JSON schemas")
         kwargs["tools"] = tools
     return kwargs
-
-
-def without_added_nulls(row: Mapping[str, Any], features: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns a row without the `None`s that Arrow adds to its dictionaries; see [`without_nulls`]."""
-    named = {name: row[name] for name in STRUCTURED if row.get(name) is not None}
-    return {**row, **{name: without_nulls(value, (features or {}).get(name)) for name, value in named.items()}}
-
-
-def with_json(features: Features) -> Features:
-    """
-    Returns features for loading JSON anew, so that its `null`s stay: of type `Json` where a key has no other value in any row.
-    """
-    with_nulls = {
-        name: feature for name, feature in features.items() if name in STRUCTURED and _has_key_of_nulls(feature)
-    }
-    json_of = {name: List(Json()) if isinstance(feature, List) else Json() for name, feature in with_nulls.items()}
-    return Features({**features, **json_of})
-
-
-def _has_key_of_nulls(feature: Any) -> bool:
-    """Whether dictionaries in a column have a key, at any depth, whose values are all `null`."""
-    if isinstance(feature, dict):
-        return any(each == Value("null") or _has_key_of_nulls(each) for each in feature.values())
-    return isinstance(feature, List) and _has_key_of_nulls(feature.feature)
-
-
-def without_nulls(value: Any, feature: Any = None) -> Any:
-    """
-    Returns a value without the `None`s in its dictionaries. Arrow adds them: each row gets the keys of all rows. A `feature` of
-    type `Json` is stored as a text, so its `None`s are the data's own (`"default": null` in the schema of a tool).
-    """
-    if isinstance(feature, Json):
-        return value
-    if isinstance(value, dict):
-        features = feature if isinstance(feature, dict) else {}
-        return {key: without_nulls(each, features.get(key)) for key, each in value.items() if each is not None}
-    if isinstance(value, list):
-        inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
-        return [without_nulls(each, inner) for each in value]
-    return value
 
 
 def read_tokens(row: dict[str, Any]) -> dict[str, list[int]]:
@@ -562,65 +326,34 @@ def read_tokens(row: dict[str, Any]) -> dict[str, list[int]]:
 def _integers(values: Any, name: str) -> list[int]:
     values = values.tolist() if hasattr(values, "tolist") else values
     if isinstance(values, str) or not isinstance(values, Sequence):
-        raise RowError(f"{name!r} is {_shown(values)}, but must be a list of token ids")
+        raise RowError(f"{name!r} is {shown(values)}, but must be a list of token ids")
     if not all(type(value) is int for value in values):
         wrong = next(value for value in values if type(value) is not int)
-        raise RowError(f"{name!r} has {_shown(wrong)}, but must be a list of token ids")
+        raise RowError(f"{name!r} has {shown(wrong)}, but must be a list of token ids")
     return list(values)
 
 
 def _mask(values: Any, name: str) -> list:
     """Returns a mask. Other numbers than 0 and 1 may mean the opposite (-100), or documents (1, 1, 2, 2)."""
     values = list(values) if isinstance(values, tuple) else values
-    mask = _as_list(values, repr(name), "of zeros and ones")
+    mask = as_list(values, repr(name), "of zeros and ones")
     if wrong := [value for value in mask if value not in (0, 1, None)]:
-        raise RowError(f"{name!r} has {_shown(wrong[0])}, but must be a list of zeros and ones")
+        raise RowError(f"{name!r} has {shown(wrong[0])}, but must be a list of zeros and ones")
     return mask
-
-
-def _as_list(value: Any, where: str, of_what: str = "of dictionaries") -> list:
-    """Returns a list. Also reads a NumPy array, and a dictionary of lists of one length."""
-    value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, dict) and all(isinstance(each, list) for each in value.values()):
-        lengths = set(map(len, value.values()))
-        value = [dict(zip(value, each)) for each in zip(*value.values())] if len(lengths) == 1 else value
-    if not isinstance(value, list):
-        raise RowError(f"{where} is {_shown(value)}, but must be a list {of_what}")
-    return value
-
-
-def _from_json(value: Any, name: str) -> Any:
-    if not isinstance(value, str):
-        return value
-    if not value.strip():
-        return None
-    try:
-        return json.loads(value)
-    except ValueError:
-        raise RowError(f"{name!r} has {_shown(value)}, which is not JSON") from None
 
 
 def _refuse_beside_text(row: dict[str, Any]) -> None:
     for name in (*SYSTEM, "tools", "chat_template_kwargs"):
-        if _is_something(row.get(name)) and row[name] not in ("[]", "{}"):
+        if is_something(row.get(name)) and row[name] not in ("[]", "{}"):
             raise RowError(
                 f"it has {name!r} beside a text, but only conversations can have that. Remove the column, or use messages"
             )
     for name in PROMPT_PARTS if "prompt" in row else ():
         value = row.get(name)
-        if _is_something(value) and not (isinstance(value, str) and value in str(row["prompt"])):
+        if is_something(value) and not (isinstance(value, str) and value in str(row["prompt"])):
             raise RowError(
                 f"it has {name!r} beside 'prompt', which does not have it. Write it into the prompt, or remove the column"
             )
-
-
-def _is_something(value: Any) -> bool:
-    return value is not None and not (isinstance(value, Sized) and len(value) == 0)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def summary(problems: Iterable[tuple[int, str]]) -> str:
@@ -659,14 +392,14 @@ def read_json_lines(path: str | Path) -> Iterator[tuple[int, dict]]:
                     f"{path}, line {number} is not in UTF-8: {error}. Rewrite the line in UTF-8."
                 ) from None
             except ValueError as error:
-                shown = line.decode("utf-8").rstrip()[:80]
+                beginning = line.decode("utf-8").rstrip()[:80]
                 raise ValueError(
-                    f"{path}, line {number} is not JSON ({error}): {shown!r}. Expected one object a line, such as "
+                    f"{path}, line {number} is not JSON ({error}): {beginning!r}. Expected one object a line, such as "
                     '{"messages": [...]}. Rewrite a file that holds one array, or objects over several lines.'
                 ) from None
             if not isinstance(row, dict):
                 raise ValueError(
-                    f'{path}, line {number} is {_shown(row)}, but must be an object, such as {{"messages": [...]}}. Write the '
+                    f'{path}, line {number} is {shown(row)}, but must be an object, such as {{"messages": [...]}}. Write the '
                     "objects of an array one a line."
                 )
             yield number, row

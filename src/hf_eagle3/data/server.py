@@ -15,7 +15,8 @@ from ..tokenizer import with_arguments_as_text
 from .answers import Output
 from .conversation import Conversation, image_parts
 from .images import sendable
-from .rows import RowError, UnreachableError, calls_of, check_calls, read_message
+from .messages import calls_of, check_calls, read_message
+from .values import RowError, UnreachableError
 
 
 logger = logging.getLogger(__name__)
@@ -51,20 +52,8 @@ async def regenerate_by_server(
     before the time that the server asks for (`Retry-After`, at most a minute). A row is left out for good if the server refuses
     it for its content (400, 413, 422) or filters the answer, or if the answer is empty.
 
-    Args:
-        base_url (`str`): Address of the server, such as `http://localhost:8000/v1`.
-        model (`str`): The target's name on the server.
-        pending (iterable of [`Conversation`]): What to answer.
-        output ([`Output`]): Where finished rows go.
-        concurrency (`int`): Number of requests at a time.
-        max_retries (`int`, *optional*, defaults to 5): How often to send a failed request again.
-        timeout (`float`, *optional*, defaults to 600): Seconds to wait for an answer.
-        api_key (`str`, *optional*): The key that the server asks for.
-        first_wait (`float`, *optional*, defaults to 1): Seconds before the first retry.
-        sampling (*optional*): More fields of the requests, such as `temperature` and `max_tokens`.
-
-    Returns:
-        `int`: The number of rows that failed. Another run tries them again.
+    Waits are in seconds. `sampling` has more fields of the requests, such as `temperature` and `max_tokens`. Returns the number of
+    rows that failed. Another run tries them again.
 
     Raises:
         ConnectionRefusedError: if the server refuses all of the first requests, or so many later ones that the rows are not the cause.

@@ -5,7 +5,7 @@ import inspect
 import json
 from dataclasses import dataclass, field, fields, is_dataclass
 from numbers import Integral, Real
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from trl import SFTConfig
@@ -104,42 +104,6 @@ class Eagle3TrainingArguments(SFTConfig):
     """
 
     _VALID_DICT_FIELDS = SFTConfig._VALID_DICT_FIELDS + ["target_model_init_kwargs"]
-    # A resumed training cannot change these: it has them from the checkpoint, or would mix two settings.
-    FIXED_ON_RESUME: ClassVar[tuple[str, ...]] = (
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-        "assistant_only_loss",
-        "chat_template_path",
-        "completion_only_loss",
-        "data_seed",
-        "dataloader_drop_last",
-        "dataset_text_field",
-        "draft_form",
-        "draft_vocab_size",
-        "learning_rate",
-        "lr_scheduler_kwargs",
-        "lr_scheduler_type",
-        "max_grad_norm",
-        "max_length",
-        "optim",
-        "optim_args",
-        "optim_target_modules",
-        "packing",
-        "packing_strategy",
-        "sampled_vocab_size",
-        "seed",
-        "shuffle_dataset",
-        "train_sampling_strategy",
-        "truncation_mode",
-        "ttt_row_share",
-        "ttt_step_decay",
-        "ttt_steps",
-        "ttt_warmup",
-        "use_muon",
-        "warmup_steps",
-        "weight_decay",
-    )
 
     # Parameters whose default values are overridden from SFTConfig
     learning_rate: float = field(default=1e-3, metadata={"help": "The peak learning rate."})

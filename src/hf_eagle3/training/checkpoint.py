@@ -69,14 +69,8 @@ def what_is_broken(folder: str | Path) -> str | None:
 
 def last_whole_checkpoint(folder: str | Path, may_be_none: bool = False) -> str | None:
     """
-    Returns the newest whole checkpoint in a training's output folder. Warns of newer ones that it skips.
-
-    Args:
-        folder (`str` or `Path`): The folder.
-        may_be_none (`bool`, *optional*, defaults to `False`): Whether to return `None` if none was written to its end.
-
-    Raises:
-        ValueError: if there is none.
+    Returns the newest whole checkpoint in a training's output folder. Warns of newer ones that it skips. Raises `ValueError` if
+    there is none, unless none was written to its end and it `may_be_none`.
     """
     skipped = ""
     for checkpoint in reversed(sort_checkpoints(folder)):

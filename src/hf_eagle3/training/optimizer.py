@@ -66,16 +66,9 @@ class Float32Muon(torch.optim.Muon):
 
 class MuonWithAdamW(torch.optim.Optimizer):
     """
-    Two optimizers in one: [`torch.optim.Muon`] (https://huggingface.co/papers/2502.16982) trains the matrices, and AdamW
-    the other parameters. One schedule moves both learning rates.
-
-    Args:
-        matrices (`Iterable[torch.nn.Parameter]`): Two-dimensional parameters.
-        others (`Iterable[torch.nn.Parameter]` or `Iterable[dict]`): Norms, biases and the head, or groups of them.
-        lr (`float`): Muon's learning rate. Its updates are scaled to the size of AdamW's.
-        adamw_lr (`float`, *optional*, defaults to `lr`): AdamW's learning rate.
-        weight_decay (`float`, *optional*, defaults to 0): The weight decay of groups without their own.
-        betas, eps: AdamW's settings.
+    Two optimizers in one: [`torch.optim.Muon`] (https://huggingface.co/papers/2502.16982) trains the `matrices`, and AdamW the
+    `others` (norms, biases and the head, or groups of them). One schedule moves both learning rates: Muon's, `lr`, whose updates
+    are scaled to the size of AdamW's, and `adamw_lr`, by default the same.
     """
 
     def __init__(

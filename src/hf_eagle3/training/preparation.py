@@ -27,10 +27,11 @@ from ..data import (
     report_long_rows,
     sees_images,
 )
-from ..data.checks import report_dropped
-from ..data.encoding import split_documents, taught_within
+from ..data.checks import first_row, report_dropped
+from ..data.encoded import split_documents, taught_within
 from ..data.images import without_images
-from ..data.rows import CONVERSATIONS, MASKS
+from ..data.messages import CONVERSATIONS
+from ..data.rows import MASKS
 from ..remote_code.draft_model_eagle3 import DraftModel
 from ..tokenizer import padding_token, read_template
 from .arguments import Eagle3TrainingArguments
@@ -148,11 +149,11 @@ def encode(
     args = trainer.given_args
     dataset = plain_rows(dataset, name, decodes_images=formatting_func is not None)  # which may look at them
     texts = without_images(dataset)
-    if formatting_func is not None and "input_ids" in next(iter(texts), {}):  # such as `trainer.eval_dataset`
+    first = first_row(texts, name)
+    if formatting_func is not None and "input_ids" in first:  # such as `trainer.eval_dataset`
         logger.warning(f"`formatting_func` has no effect on the {name} data, which has `input_ids`.")
         formatting_func = None
     kind = "text" if formatting_func is not None else kind_of_data(texts, args.dataset_text_field, name)
-    first = next(iter(texts))
     is_chat = kind in CONVERSATIONS or (kind == "prompt" and not isinstance(first["prompt"], str))
     # Not by the attention mask, which leaves out only padding.
     says_what_to_learn = kind == "input_ids" and bool(({"labels", *MASKS} - {"attention_mask"}) & first.keys())
@@ -203,7 +204,7 @@ def fit_rows(
     if not packing or is_split or args.max_length is None:
         return dataset
     taught = taught_within(dataset, args.max_length)  # `SFTTrainer` drops the others only without packing
-    report_dropped(dataset, taught, args.max_length, name)
+    report_dropped(dataset, taught, name, f"they have nothing to learn within `max_length={args.max_length}`")
     return taught
 
 

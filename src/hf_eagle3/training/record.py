@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from .trainer import Eagle3Trainer
 
 
-# Arguments that do not change what is learned: outputs, logs and placement.
-NOT_OF_TRAINING = [
+# How the names of arguments begin that do not change what is learned: outputs, logs and placement.
+NOT_OF_TRAINING = (
     "accelerator_config",
     "activation_checkpointing",
     "dataloader_num_workers",
@@ -36,18 +36,16 @@ NOT_OF_TRAINING = [
     "dataloader_pin_memory",
     "debug",
     "disable_tqdm",
-    "do_eval",
-    "do_train",
+    "do_",
     "eos_token",
     "eval_on_start",
     "eval_packing",
     "eval_steps",
     "eval_strategy",
     "gradient_checkpointing",
+    "hub_",
     "local_rank",
-    "logging_dir",
-    "logging_steps",
-    "logging_strategy",
+    "logging_",
     "output_dir",
     "pad_to_multiple_of",
     "pad_token",
@@ -55,11 +53,52 @@ NOT_OF_TRAINING = [
     "report_to",
     "resume_from_checkpoint",
     "run_name",
-    "save_steps",
-    "save_strategy",
-    "save_total_limit",
+    "save_",
     "use_cpu",
-]
+)
+# Arguments, and settings of a script, that a resumed training cannot change: it has them from the checkpoint, or would mix two.
+FIXED_ON_RESUME = (
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "assistant_only_loss",
+    "chat_template_path",
+    "completion_only_loss",
+    "data_seed",
+    "dataloader_drop_last",
+    "dataset_config",
+    "dataset_name",
+    "dataset_text_field",
+    "dataset_train_split",
+    "datasets",
+    "draft_form",
+    "draft_vocab_size",
+    "learning_rate",
+    "lr_scheduler_kwargs",
+    "lr_scheduler_type",
+    "max_grad_norm",
+    "max_length",
+    "optim",
+    "optim_args",
+    "optim_target_modules",
+    "optimizers",
+    "packing",
+    "packing_strategy",
+    "sampled_vocab_size",
+    "seed",
+    "shuffle_dataset",
+    "train_sampling_strategy",
+    "truncation_mode",
+    "ttt_row_share",
+    "ttt_step_decay",
+    "ttt_steps",
+    "ttt_warmup",
+    "use_muon",
+    "warmup_steps",
+    "weight_decay",
+)
+# Fields of an adapter's configuration that do not change what it computes.
+NOT_OF_ADAPTERS = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision")
 
 
 def non_defaults(arguments: Any, values: dict | None = None) -> dict:
@@ -72,12 +111,6 @@ def non_defaults(arguments: Any, values: dict | None = None) -> dict:
     if "bf16" in defaults:
         defaults["bf16"] = True  # TRL replaces `None` by it
     return {name: value for name, value in values.items() if name in defaults and value != defaults[name]}
-
-
-# Fields of an adapter's configuration that do not change what it computes.
-NOT_OF_ADAPTERS = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision")
-# Settings of a script that a resumed training cannot change, like `FIXED_ON_RESUME` of the arguments.
-FIXED_IN_SCRIPTS = ("dataset_config", "dataset_name", "dataset_train_split", "datasets")
 
 
 def check_resumption(trainer: Eagle3Trainer, checkpoint: str) -> None:
@@ -160,7 +193,7 @@ def check_same_settings(trainer: Eagle3Trainer, checkpoint: str, state: TrainerS
     facts = {
         name: now[name] for name in ("rows", "order_of_rows", "sequences_per_step") if record.get(name) is not None
     }
-    fixed = (*args.FIXED_ON_RESUME, *FIXED_IN_SCRIPTS, "optimizers")
+    fixed: tuple[str, ...] = FIXED_ON_RESUME
     if None not in (state.best_metric, args.metric_for_best_model):  # figures of two metrics would be compared
         fixed += ("metric_for_best_model", "greater_is_better")
     defaults = {field.name: field.default for field in fields(args)}
@@ -246,8 +279,10 @@ def training_record(trainer: Eagle3Trainer, state_dict: dict[str, torch.Tensor] 
     arguments |= {
         name: value
         for name, value in non_defaults(args, args.to_dict()).items()
-        if name not in NOT_OF_TRAINING and not name.startswith("hub_")
+        if not name.startswith(NOT_OF_TRAINING)
     }
+    if args.eos_token is not None:  # `to_dict` hides all tokens, as those of the Hub
+        arguments["eos_token"] = args.eos_token
     if (optimizer := trainer.callers_optimizer) is not None:  # it has its own learning rates
         arguments = {key: value for key, value in arguments.items() if "learning_rate" not in key}
         arguments["optimizers"] = optimizer

@@ -155,15 +155,18 @@ class DraftSavingTrainer(SFTTrainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Adds the draft's code and record: `Trainer` pushes only weights and configuration of a checkpoint."""
-        push, is_last = self.push_in_progress, self.args.hub_strategy == HubStrategy.END
-        is_skipped = is_last or (push is not None and not push.is_done() and not self.args.hub_always_push)
-        if self.is_world_process_zero() and not self._is_adapter and not is_skipped:
+        push = self.push_in_progress
+        if not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END:
+            return
+        if push is not None and not push.is_done() and not self.args.hub_always_push:
+            return
+        if not self._is_adapter:
             others = ("*.safetensors", "*.bin", "*.pt", "*.pth", "optimizer*", TRAINER_STATE_NAME, CHECKPOINT_FILES)
             patterns = shutil.ignore_patterns(*others)
             shutil.copytree(checkpoint_folder, self.args.output_dir, ignore=patterns, dirs_exist_ok=True)
         known = [] if push is None else list(push.jobs)
         super()._push_from_checkpoint(checkpoint_folder)
-        for job in [] if self.push_in_progress is None else self.push_in_progress.jobs:
+        for job in self.push_in_progress.jobs:
             if job not in known:
                 job.add_done_callback(self._warn_of_failed_push)
 

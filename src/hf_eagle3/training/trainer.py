@@ -21,7 +21,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from ..data import ImageCollator, ImageReader, num_positions, shows_images
 from ..data.answers import locked
 from ..data.checks import check_prepared, report_dropped, row_lengths
-from ..data.encoding import read_whole
+from ..data.encoded import read_whole
 from ..environment import warn_of_slow_bfloat16
 from ..hub import repo_name
 from ..remote_code.configuration_eagle3 import Eagle3Config
@@ -29,29 +29,10 @@ from ..remote_code.draft_model_eagle3 import DraftModel
 from ..remote_code.target_eagle3 import is_sharded
 from .arguments import Eagle3TrainingArguments
 from .checkpoint import checkpoint_to_resume, place_in_stream
-from .checks import (
-    all_datasets,
-    check_batches,
-    check_call,
-    check_optimizer,
-    check_parallelism,
-    optimizer_name,
-)
+from .checks import all_datasets, check_batches, check_call, check_optimizer, check_parallelism, optimizer_name
 from .console import show_few
-from .evaluation import (
-    check_best_metric,
-    check_decoding,
-    decoding_metrics,
-    kept_precision,
-    without_repeated_rows,
-)
-from .features import (
-    FeatureCollator,
-    FeatureStore,
-    describe,
-    extract,
-    fixed_arguments,
-)
+from .evaluation import check_best_metric, check_decoding, decoding_metrics, kept_precision, without_repeated_rows
+from .features import FeatureCollator, FeatureStore, describe, extract, fixed_arguments
 from .metrics import TTTMetrics
 from .models import draft_to_train, load_target
 from .optimizer import muon_with_adamw
@@ -213,26 +194,32 @@ class Eagle3Trainer(DraftSavingTrainer):
         args.accelerator_config.dispatch_batches = False
         is_packed = store is not None and "seq_lengths" in store.rows.column_names
         args.padding_free = args.padding_free or is_packed
-        self.given_args = given = copy.copy(args)
+        self.given_args = copy.copy(args)
+        kwargs["train_dataset"] = self._read_train_data(tokenizer, store, kwargs)
         # It would look for the assistant's turns in our tokens, and warn that `model_init_kwargs` are ignored.
-        args.assistant_only_loss, args.model_init_kwargs = False, None
+        hidden: dict[str, Any] = {"assistant_only_loss": False, "model_init_kwargs": None}
         if is_packed:  # it refuses `max_length` without padding, but rows were cut when they were extracted
-            args.max_length = None
-        assert not isinstance(args.dataset_kwargs, str)  # the arguments check it
-        if store is not None:
-            kwargs["train_dataset"] = store.dataset()
-        elif (args.dataset_kwargs or {}).get("skip_prepare_dataset", False):
-            train, *evaluated = all_datasets(kwargs["train_dataset"], kwargs.get("eval_dataset"))
-            for dataset, name in [(train, "train"), *((each, "eval") for each in evaluated if each is not None)]:
-                if kwargs.get("data_collator") is None or "input_ids" in get_dataset_column_names(dataset):
-                    check_prepared(dataset, self.target_vocab_size, name)  # a collator may tokenize
-        else:
-            # It looks at the first row before it prepares the data.
-            self._encoded = encode(self, kwargs["train_dataset"], tokenizer, kwargs.get("formatting_func"), "train")
-            kwargs["train_dataset"] = self._encoded
+            hidden["max_length"] = None
+        args.__dict__ |= hidden
         super().__init__(model=draft, args=args, **kwargs | {"processing_class": tokenizer})
-        args.assistant_only_loss, args.model_init_kwargs = given.assistant_only_loss, given.model_init_kwargs
-        args.max_length = given.max_length
+        args.__dict__ |= {name: getattr(self.given_args, name) for name in hidden}
+
+    def _read_train_data(
+        self, tokenizer: PreTrainedTokenizerBase, store: FeatureStore | None, kwargs: dict[str, Any]
+    ) -> Dataset | IterableDataset:
+        """Returns the rows of a store, or the train data: encoded, or checked if it is trained on as it is."""
+        if store is not None:
+            return store.dataset()
+        assert not isinstance(self.given_args.dataset_kwargs, str)  # the arguments check it
+        if not (self.given_args.dataset_kwargs or {}).get("skip_prepare_dataset", False):
+            # Now, because `SFTTrainer` looks at the first row before it prepares the data.
+            self._encoded = encode(self, kwargs["train_dataset"], tokenizer, kwargs.get("formatting_func"), "train")
+            return self._encoded
+        train, *evaluated = all_datasets(kwargs["train_dataset"], kwargs.get("eval_dataset"))
+        for dataset, name in [(train, "train"), *((each, "eval") for each in evaluated if each is not None)]:
+            if kwargs.get("data_collator") is None or "input_ids" in get_dataset_column_names(dataset):
+                check_prepared(dataset, self.target_vocab_size, name)  # a collator may tokenize
+        return train
 
     def _complete_collator(self, store: FeatureStore | None, is_callers: bool) -> None:
         """Adds to batches what the target reads beside the tokens. Checks those of a caller's collator."""
@@ -304,7 +291,8 @@ class Eagle3Trainer(DraftSavingTrainer):
                 f"No row of the {dataset_name} data has something to learn within `max_length={args.max_length}`. Raise `max_length`."
             ) from None
         if not packing:
-            report_dropped(dataset, prepared, args.max_length, dataset_name)
+            why = f"they have nothing to learn within `max_length={args.max_length}`"
+            report_dropped(dataset, prepared, dataset_name, why)
         return prepared
 
     def _set_signature_columns_if_needed(self) -> None:

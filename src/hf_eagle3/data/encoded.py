@@ -1,0 +1,243 @@
+"""Encoding the rows of a data set, and what is done with encoded rows before they are trained on."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets
+from trl.data_utils import get_dataset_column_names
+from trl.trainer.utils import global_then_local_main_first
+
+from .encoding import RowEncoder
+from .images import ImageReader, storable
+from .prompts import documents_of_row
+from .rows import IMAGES, summary
+from .values import NothingToLearn, RowError
+
+
+logger = logging.getLogger(__name__)
+
+# At most this share of the rows may have assistant turns that cannot be found, or no answer. These are not learned. Above it training
+# is refused. The same holds for rows of a stream that cannot be learned from.
+MAX_LOST_SHARE = 0.05
+
+
+def encode_rows(
+    dataset: Dataset | IterableDataset, encoder: RowEncoder, name: str, num_proc: int | None = None
+) -> Dataset | IterableDataset:
+    """
+    Encodes a data set. The rows of a stream are encoded when they are read. Those that cannot be learned from are left out,
+    with a warning.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`): The data.
+        encoder ([`RowEncoder`]): Encodes its rows.
+        name (`str`): `"train"` or `"eval"`, for messages.
+        num_proc (`int`, *optional*): Number of processes that encode a `Dataset`.
+
+    Returns:
+        The data set with `input_ids` and `labels`, `seq_lengths` if it had them, and `image_data`, `image_text` and
+        `image_end` if it has images. Rows with nothing to learn are dropped, with a warning.
+
+    Raises:
+        ValueError: if rows cannot be learned from (the message names them), more than 5% of the rows have no answer to learn or
+            assistant turns that cannot be found, or there is nothing to learn. Of a stream, if the first row or more than 5% of
+            the rows cannot be learned from.
+    """
+    columns = get_dataset_column_names(dataset)
+    image_column = next((column for column in IMAGES if column in columns), None)
+    if all(column in columns for column in IMAGES):
+        raise ValueError(f"The {name} data has columns 'image' and 'images'. Remove one.")
+    if isinstance(dataset, IterableDataset):
+        encoded = dataset.map(EncodedStream(encoder, name), with_indices=True, remove_columns=columns)
+        return encoded.filter(bool, input_columns="input_ids")
+    lists = ["input_ids", "labels"] + ["seq_lengths"] * ("seq_lengths" in columns)
+    features: dict[str, Any] = {column: List(Value("int64")) for column in lists}
+    features |= {
+        "lost": Value("int32"),
+        "teaches": Value("bool"),
+        "problem": Value("string"),
+        "has_no_answer": Value("bool"),
+    }
+    if isinstance(encoder.images, ImageReader):
+        features |= {"image_text": Value("string"), "image_end": Value("int32")}
+        features |= {} if image_column else {"image_data": List(Value("string"))}
+    with global_then_local_main_first():  # the other processes read their cache
+        encoded = dataset.map(
+            encode_or_explain,
+            fn_kwargs={"encoder": encoder, "columns": list(features)},
+            remove_columns=[column for column in columns if column not in features],
+            features=Features(features),
+            num_proc=num_proc,
+            desc=f"Tokenizing {name} dataset",
+        )
+    problems = [(number, problem) for number, problem in enumerate(encoded["problem"]) if problem]
+    num_without_answer = sum(encoded["has_no_answer"])
+    if len(problems) > num_without_answer or num_without_answer > MAX_LOST_SHARE * len(encoded):
+        tolerated = (
+            f" Up to {MAX_LOST_SHARE:.0%} of such rows are dropped." if len(problems) == num_without_answer else ""
+        )
+        raise ValueError(
+            f"{len(problems)} of {len(encoded)} rows of the {name} data cannot be learned from. {summary(problems)} Fix or remove "
+            f"them.{tolerated}"
+        )
+    if lost := [number for number, num_lost in enumerate(encoded["lost"]) if num_lost]:
+        report_lost(lost, len(encoded), name)
+    taught = [number for number, is_taught in enumerate(encoded["teaches"]) if is_taught]
+    encoded = encoded.remove_columns(["lost", "teaches", "problem", "has_no_answer"])
+    if not any(encoded["image_text"] if "image_text" in encoded.column_names else []):
+        encoded = encoded.remove_columns([column for column in encoded.column_names if column.startswith("image_")])
+    elif image_column:  # added now, because `map` would store the images again
+        images = dataset.select_columns(image_column).rename_column(image_column, "image_data")
+        encoded = concatenate_datasets([encoded, images], axis=1)
+    return drop_untaught(encoded, taught, name, problems)
+
+
+def report_lost(rows: Sequence[int], num_rows: int, name: str) -> None:
+    """
+    Warns that assistant turns were not found in these of `num_rows` rows. Raises `ValueError` if they are more than 5% of them.
+    """
+    message = (
+        f"In {len(rows)} of {num_rows} rows of the {name} data (the first are {list(rows[:3])}) assistant turns cannot be found. The "
+        "chat template has no generation markers, and renders a turn differently when the conversation goes on or the "
+        "target is asked for it (for example, without the thoughts of earlier turns)."
+    )
+    if len(rows) > MAX_LOST_SHARE * num_rows:
+        raise ValueError(
+            f"{message} Pass a template as `chat_template_path` that has `{{% generation %}}` and `{{% endgeneration %}}` around what "
+            "the assistant says. Or use data with one turn a row, as the target writes it (recipes/regenerate.py), or learn from "
+            "all tokens (`assistant_only_loss=False`)."
+        )
+    logger.warning(f"{message} These turns are not learned.")
+
+
+def read_whole(stream: IterableDataset) -> Dataset:
+    """Returns the rows of an encoded stream, in memory."""
+    rows = list(stream)
+    for row in rows:
+        if "image_data" in row:
+            row["image_data"] = list(map(storable, row["image_data"]))
+    return Dataset.from_list(rows)
+
+
+def drop_untaught(encoded: Dataset, taught: list[int], name: str, problems: Sequence[tuple[int, str]] = ()) -> Dataset:
+    """
+    Returns the rows with something to learn. Warns of the others, some of which have no answer (`problems`). Raises `ValueError`
+    if there is no such row.
+    """
+    if not taught:
+        raise ValueError(
+            f"{len(encoded)} of {len(encoded)} rows of the {name} data have nothing to learn: no more than two tokens, or only "
+            "labels of -100 after them."
+        )
+    if len(taught) == len(encoded):
+        return encoded
+    first = sorted(set(range(len(encoded))) - set(taught))[:3]
+    logger.warning(
+        f"{len(encoded) - len(taught)} of {len(encoded)} rows of the {name} data have nothing to learn and are dropped (the first "
+        f"are {first}).{' ' if problems else ''}{summary(problems)}"
+    )
+    return encoded.select(taught)
+
+
+def encode_or_explain(row: dict[str, Any], encoder: RowEncoder, columns: list[str]) -> dict[str, Any]:
+    """Returns an encoded row, or an empty one with a `problem` that says what is wrong."""
+    empty: dict[str, Any] = {column: [] for column in columns}
+    empty |= {"lost": 0, "teaches": False, "problem": "", "has_no_answer": False}
+    if "image_text" in columns:
+        empty |= {"image_text": "", "image_end": 0}
+    try:
+        encoded = encoder(row)
+        if "image_data" in columns:  # of messages that hold them, in a column of texts
+            encoded["image_data"] = list(map(storable, encoded["image_data"]))
+        encoded = {column: value for column, value in encoded.items() if column in columns}
+        if "seq_lengths" in columns:  # of other rows
+            encoded.setdefault("seq_lengths", [len(encoded["input_ids"])])
+        return empty | encoded | {"teaches": any(map(teaches, documents_of_row(encoded)))}
+    except RowError as error:
+        return empty | {"problem": str(error), "has_no_answer": isinstance(error, NothingToLearn)}
+
+
+def teaches(document: dict[str, list[int]]) -> bool:
+    """Whether a token after the first two is learned. A draft reads the first two and predicts the third."""
+    return any(label != -100 for label in document["labels"][2:])
+
+
+def split_documents(dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
+    """
+    Returns encoded rows of one document each, for batches that cannot keep packed ones (`seq_lengths`) apart, or to pack them
+    anew. Drops documents with nothing to learn.
+    """
+    kwargs = {"batched": True, "remove_columns": get_dataset_column_names(dataset)}
+    if isinstance(dataset, IterableDataset):
+        return dataset.map(documents_of_rows, **kwargs)
+    with global_then_local_main_first():  # the other processes read their cache
+        documents = dataset.map(documents_of_rows, **kwargs, desc=f"Splitting {name} dataset")
+    logger.info(
+        f"{len(dataset)} packed rows of the {name} data have {len(documents)} documents, which are taken apart."
+    )
+    return documents
+
+
+def documents_of_rows(rows: dict[str, list]) -> dict[str, list]:
+    """Returns the documents that are packed in a batch of encoded rows, without those that have nothing to learn."""
+    packed = (dict(zip(rows, values)) for values in zip(*rows.values()))
+    documents = [document for row in packed for document in documents_of_row(row)]
+    taught = list(filter(teaches, documents))
+    return {column: [document[column] for document in taught] for column in ("input_ids", "labels")}
+
+
+def taught_within(dataset: Dataset | IterableDataset, max_length: int) -> Dataset | IterableDataset:
+    """Returns the encoded rows with something to learn within their first `max_length` tokens."""
+    kwargs = {"fn_kwargs": {"max_length": max_length}, "input_columns": "labels"}
+    if isinstance(dataset, IterableDataset):
+        return dataset.filter(is_taught_within, **kwargs)
+    with global_then_local_main_first():  # the other processes read their cache
+        return dataset.filter(is_taught_within, **kwargs, desc="Dropping rows with nothing to learn")
+
+
+def is_taught_within(labels: list[int], max_length: int) -> bool:
+    """Whether a row has something to learn within its first `max_length` tokens."""
+    return teaches({"labels": labels[:max_length]})
+
+
+class EncodedStream:
+    """
+    Encodes the rows of a stream. Counts, in each pass, those that cannot be learned from, which it leaves empty, and those
+    whose assistant turns were not found.
+    """
+
+    def __init__(self, encoder: RowEncoder, name: str):
+        self.encoder, self.name, self.has_encoded = encoder, name, False
+        self.broken: list[int] = []
+        self.lost: list[int] = []
+
+    def __call__(self, row: dict[str, Any], index: int) -> dict[str, Any]:
+        if index == 0:
+            self.broken, self.lost = [], []
+        try:
+            encoded = self.encoder(row)
+        except RowError as error:
+            self.report_broken(index, error)
+            return {"input_ids": [], "labels": []}
+        self.has_encoded = True
+        if encoded.pop("lost"):
+            self.lost.append(index)
+            if len(self.lost).bit_count() == 1:
+                report_lost(self.lost, max(index + 1, 100), self.name)
+        return encoded
+
+    def report_broken(self, index: int, error: RowError) -> None:
+        """
+        Counts a row that cannot be learned from, and warns whenever their number is a power of two. Raises `ValueError` if
+        these are more than 5% of the rows, or of 100, or no row before could be learned from.
+        """
+        self.broken.append(index)
+        count, message = len(self.broken), f"Row {index} of the {self.name} data cannot be learned from: {error}."
+        if not self.has_encoded:
+            raise ValueError(f"{message} Fix or remove it.") from error
+        if count > MAX_LOST_SHARE * max(index + 1, 100):
+            numbers = f"{count} of {index + 1} rows so far are like this (the first are {self.broken[:3]})"
+            raise ValueError(f"{message} {numbers}. Fix or remove them.") from error
+        if count.bit_count() == 1:
+            logger.warning(f"{message} It is left out, with {count - 1} of the {index} rows before it.")

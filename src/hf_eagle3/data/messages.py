@@ -1,0 +1,173 @@
+"""Reading the messages of a conversation."""
+
+import json
+from typing import Any
+
+from ..tokenizer import THOUGHTS
+from .values import NothingToLearn, RowError, as_list, from_json, is_something, shown
+
+
+# ShareGPT's and OpenAI's older names of speakers, and the roles they stand for.
+ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot", "assistant"), "assistant"),
+    **dict.fromkeys(("system", "developer"), "system"),  # many templates leave out OpenAI's newer name, or refuse it
+    **dict.fromkeys(("tool", "observation", "function"), "tool"),
+}
+CONVERSATIONS = ("messages", "conversations")
+# Kinds of parts of a message, and the keys that may hold an image.
+TEXT_PARTS, IMAGE_PARTS = (None, "text", "input_text", "output_text"), ("image", "image_url", "input_image")
+IMAGE_KEYS = ("image", "image_url", "url", "path")
+# An assistant's message without content may have one of these. Empty ones are none, although some templates ask only for the name.
+WITHOUT_CONTENT = {"tool_calls", *THOUGHTS}
+# Keys that are 0 or false in messages that are not to be learned: those of OpenAI, axolotl, verl and ms-swift.
+WEIGHTS = ("weight", "train", "training", "trainable", "loss_mask", "loss")
+# axolotl's weights of characters.
+DETAILS = ("train_detail", "training_detail")
+
+
+def read_messages(value: Any, name: str) -> list[dict]:
+    """
+    Returns messages with `role` and `content`. Also reads ShareGPT's with `from` and `value` (or `text`), and a
+    dictionary of lists.
+    """
+    if not is_something(value):
+        kind = NothingToLearn if name in CONVERSATIONS else RowError
+        raise kind(f"{name!r} is missing or has nothing in it")
+    if isinstance(value, str):
+        raise RowError(
+            f"{name!r} is the text {shown(value)}, but must be a list of messages with role and content. {_advice(name)}"
+        )
+    value = as_list(value, f"{name!r}", "of messages with role and content")
+    return [read_message(message, f"message {number} of {name!r}") for number, message in enumerate(value)]
+
+
+def _advice(name: str) -> str:
+    return f"If it is JSON, parse it: dataset.map(lambda row: {{{name!r}: json.loads(row[{name!r}])}})"
+
+
+def refuse_json(text: str, name: str) -> None:
+    """Raises `RowError` if a text is a conversation in JSON, which a model should not read as it is."""
+    try:
+        value = json.loads(text) if text.lstrip().startswith("[") else None
+    except (ValueError, RecursionError):
+        return
+    if value and all(isinstance(message, dict) and message.keys() & {"role", "from"} for message in value):
+        raise RowError(f"{name!r} is a text with messages, {shown(text)}. {_advice(name)}")
+
+
+def read_message(message: Any, where: str) -> dict:
+    """Returns a message of [`read_messages`]. `where` names it in errors."""
+    if not isinstance(message, dict):
+        raise RowError(f"{where} is {shown(message)}, but must have role and content")
+    others = {
+        key: value
+        for key, value in message.items()
+        if value is not None and (key not in WITHOUT_CONTENT or is_something(value))
+    }
+    role = others.pop("role", None)
+    if role is None and "from" in others:
+        speaker = others.pop("from")
+        role = ROLES.get(speaker.lower()) if isinstance(speaker, str) else None
+        if role is None:
+            raise RowError(f"{where} is from {speaker!r}, but must be from one of {sorted(ROLES)}. Rename it")
+    if not isinstance(role, str):
+        raise RowError(f"{where} has no role: {shown(message)}")
+    role = ROLES.get(role.lower(), role)  # templates may have more roles
+    contents = [others.pop(key) for key in ("content", "value", "text") if key in others]
+    contents = [content for content in contents if is_something(content)] or contents[:1]
+    if len(contents) > 1 and contents[1:] != contents[:-1]:
+        raise RowError(f"{where} has two contents, {shown(contents[0])} and {shown(contents[1])}. Remove one")
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    if role == "assistant" and (any(map(others.get, DETAILS)) or not all(map(is_learned, parts))):
+        raise RowError(
+            f"{where} is to be learned in part, but a message is learned whole or not (`weight`). Split or remove it"
+        )
+    calls = from_json(calls_of(others), f"tool_calls of {where}")
+    for name in ("function_call", "tool_calls"):
+        others.pop(name, None)
+    if is_something(calls):
+        others["tool_calls"] = [_read_call(call, where) for call in as_list(calls, f"tool_calls of {where}")]
+    if not contents and role == "assistant" and others.keys() & WITHOUT_CONTENT:
+        contents = [""]
+    if not contents:
+        raise RowError(f"{where} has no content: {shown(message)}")
+    return {"role": role, "content": _read_content(contents[0], where), **others}
+
+
+def _read_content(content: Any, where: str) -> str | list[dict]:
+    """Returns a text, or a list of parts if there are images among them."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RowError(f"the content of {where} is {shown(content)}, but must be a text")
+    parts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else "text"
+        text = part.get("text") if isinstance(part, dict) else part
+        if kind in IMAGE_PARTS:
+            parts.append(_read_image_part(part, where))
+        elif isinstance(text, str) and kind in TEXT_PARTS:
+            parts.append({"type": "text", "text": text})
+        else:
+            raise RowError(f"the content of {where} has {shown(part)}, and drafts learn from text and images only")
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
+def _read_image_part(part: dict, where: str) -> dict:
+    """Returns a part for an image, with the image if the part has it."""
+    for key in IMAGE_KEYS:
+        image = part.get(key)
+        image = image.get("url") if key == "image_url" and isinstance(image, dict) else image
+        if is_something(image):
+            return {"type": "image", "image": image}
+    if part["type"] != "image":
+        raise RowError(f"the content of {where} has {shown(part)}, which has no image")
+    return {"type": "image"}
+
+
+def calls_of(message: dict) -> Any:
+    """Returns the tool calls of a message, also one in OpenAI's older form (`function_call`)."""
+    calls, call = message.get("tool_calls"), message.get("function_call")
+    is_old = is_something(call) and not is_something(calls)
+    return [{"type": "function", "function": call}] if is_old else calls
+
+
+def check_calls(message: dict) -> None:
+    """Checks that the tool calls of an answer have the name of a function, and JSON as its arguments."""
+    for call in message.get("tool_calls") or []:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RowError(f"its answer has a tool call without the name of a function: {shown(call)}")
+        if not isinstance(function.get("arguments", {}), dict):
+            raise RowError(f"its answer has a tool call whose arguments are no JSON object: {shown(call)}")
+
+
+def is_learned(message: dict) -> bool:
+    """Whether a message has none of `WEIGHTS` that says not to learn it."""
+    weights = {key: message[key] for key in WEIGHTS if message.get(key) is not None}
+    for key, weight in weights.items():
+        if isinstance(weight, str):  # "false" is true
+            raise RowError(f"a message has {shown(weight)} as {key!r}, but must have a number, true or false")
+    return all(weight != 0 for weight in weights.values())
+
+
+def _read_call(call: Any, where: str) -> dict:
+    """Returns a tool call with JSON arguments parsed."""
+    if not isinstance(call, dict):
+        raise RowError(f"{where} has {shown(call)} among its tool_calls, but they must be dictionaries")
+    call = {key: each for key, each in call.items() if each is not None}
+    if isinstance(call.get("function"), dict):
+        function = call["function"] = {key: each for key, each in call["function"].items() if each is not None}
+    else:
+        function = call
+    if isinstance(function.get("arguments"), str):
+        try:
+            arguments = json.loads(function["arguments"].strip() or "{}")  # of a function without parameters
+        except ValueError:
+            return call  # any other text goes to the template as it is
+        if isinstance(arguments, dict):
+            function["arguments"] = arguments
+    return call

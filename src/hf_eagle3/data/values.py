@@ -1,0 +1,56 @@
+"""What is wrong with a row, and reading its values."""
+
+import json
+from collections.abc import Sized
+from typing import Any
+
+
+class RowError(ValueError):
+    """
+    Says what is wrong with a row. The code that iterates over rows adds the row's number.
+
+    Args:
+        reason (`str`): What is wrong.
+    """
+
+    def __init__(self, reason: str):
+        super().__init__(reason)
+
+
+class NothingToLearn(RowError):
+    """Says that a row is well-formed, but has no answer to learn. A few of many rows may be like that."""
+
+
+class UnreachableError(RowError):
+    """Says that a file or server of a row is not there now. It may be later."""
+
+
+def as_list(value: Any, where: str, of_what: str = "of dictionaries") -> list:
+    """Returns a list. Also reads a NumPy array, and a dictionary of lists of one length."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, dict) and all(isinstance(each, list) for each in value.values()):
+        lengths = set(map(len, value.values()))
+        value = [dict(zip(value, each)) for each in zip(*value.values())] if len(lengths) == 1 else value
+    if not isinstance(value, list):
+        raise RowError(f"{where} is {shown(value)}, but must be a list {of_what}")
+    return value
+
+
+def from_json(value: Any, name: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
+    try:
+        return json.loads(value)
+    except ValueError:
+        raise RowError(f"{name!r} has {shown(value)}, which is not JSON") from None
+
+
+def is_something(value: Any) -> bool:
+    return value is not None and not (isinstance(value, Sized) and len(value) == 0)
+
+
+def shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
