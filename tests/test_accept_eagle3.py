@@ -32,16 +32,15 @@ def only_others_set_the_generator(monkeypatch):
 
 @pytest.mark.parametrize("looks", [[], [0], [3, 1, 0], [0, 0, 5]])
 def test_noise_is_what_multinomial_draws(only_others_set_the_generator, looks):
-    probs, noise = make_probs(), NoiseStream(3, CPU, draws_ahead=False)
+    probs, noise = make_probs(), NoiseStream(3, 50, CPU, draws_ahead=False)
     torch.manual_seed(0)
     expected = [(sample(each), torch.get_rng_state()) for each in probs]
     torch.manual_seed(0)
     for number, (each, (token, state)) in enumerate(zip(probs, expected)):
         for index in looks:
             if number + index < len(probs):
-                foreseen = (
-                    probs[number + index] / noise.of([0, 1, 2], [[number + index]] * 3, number, 50)[:, 0]
-                ).argmax(dim=-1)
+                ahead = noise.of([0, 1, 2], [[number + index]] * 3, number)[:, 0]
+                foreseen = (probs[number + index] / ahead).argmax(dim=-1)
                 assert torch.equal(foreseen, expected[number + index][0])
         assert torch.equal(sample(each), token)
         assert torch.equal(torch.get_rng_state(), state)
@@ -49,12 +48,12 @@ def test_noise_is_what_multinomial_draws(only_others_set_the_generator, looks):
 
 @pytest.mark.parametrize("draw", [lambda: torch.rand(1), lambda: torch.rand(700), lambda: torch.manual_seed(3)])
 def test_noise_that_is_not_to_come_is_forgotten(only_others_set_the_generator, draw):
-    probs, noise = make_probs(), NoiseStream(3, CPU, draws_ahead=False)
+    probs, noise = make_probs(), NoiseStream(3, 50, CPU, draws_ahead=False)
     torch.manual_seed(0)
-    noise.of([0, 1, 2], [[4]] * 3, 0, 50)
+    noise.of([0, 1, 2], [[4]] * 3, 0)
     sample(probs[0])
     draw()
-    foreseen = (probs[1] / noise.of([0, 1, 2], [[1]] * 3, 1, 50)[:, 0]).argmax(dim=-1)
+    foreseen = (probs[1] / noise.of([0, 1, 2], [[1]] * 3, 1)[:, 0]).argmax(dim=-1)
     assert torch.equal(sample(probs[1]), foreseen)
 
 

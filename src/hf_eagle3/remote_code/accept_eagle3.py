@@ -38,7 +38,7 @@ def accept(
     nodes: list[list[int]] = [[] for _ in at]
     tokens: list[list[int]] = [[] for _ in at]
     num_written = [0] * text.batch_size
-    while rows := text.rows_to_advance(at):
+    while rows := text.rows_to_advance(at, of_one_length=not sampler.ignores_prefix):
         for row in rows:
             num_written[row] += not text.is_finished[row]  # else it takes padding
         for row, token in zip(rows, pick(rows, [at[row] for row in rows])):
@@ -78,15 +78,14 @@ class Sampler:
     Otherwise, and on a CPU if scores need processing, it picks only at the nodes that the walk visits.
     """
 
-    def __init__(self, text: Text, arguments: SampleArguments, returned: ReturnedOutputs):
+    def __init__(self, text: Text, arguments: SampleArguments, returned: ReturnedOutputs, vocab_size: int):
         _, logits_processor, stopping_criteria, generation_config, streamer, _ = arguments
         self.text, self.logits_processor, self.stopping_criteria = text, logits_processor, stopping_criteria
         self.returned, self.streamer, self.do_sample = returned, streamer, generation_config.do_sample
-        device = text.ids.device
         # Noise may be drawn ahead, and shown to a draft, if nothing else draws between two tokens.
         is_known = streamer is None or (is_one_of(streamer, STREAMERS) and "on_finalized_text" not in vars(streamer))
         self.draws_ahead = self.do_sample and is_known and not text.exposes_ids
-        self.noise = NoiseStream(text.num_rows, device, self.draws_ahead)
+        self.noise = NoiseStream(text.num_rows, vocab_size, text.ids.device, self.draws_ahead)
         self.warpers = [processor for processor in logits_processor if is_one_of(processor, WARP_DRAFTS)]
         temperatures = (each.temperature for each in self.warpers if isinstance(each, TemperatureLogitsWarper))
         self.temperature = next(temperatures, 1.0)
@@ -99,7 +98,7 @@ class Sampler:
             and all(is_one_of(criteria, READ_LAST_TOKEN) for criteria in stopping_criteria)
         )
         # If reading forces no sync, it is cheaper to process visited nodes only.
-        self.prefers_visits = reads_without_sync(device) and (self.do_sample or len(logits_processor) > 0)
+        self.prefers_visits = reads_without_sync(text.ids.device) and (self.do_sample or len(logits_processor) > 0)
         ends = [each for each in stopping_criteria if self.ignores_prefix and isinstance(each, EosTokenCriteria)]
         self.eos_tokens = {token for each in ends for token in each.eos_token_id.flatten().tolist()}
         self.reminders = [each for each in stopping_criteria if getattr(each, "max_position_embeddings", None)]
@@ -114,11 +113,10 @@ class Sampler:
 
     def _pick_at_all_nodes(self, tree: DraftTree, outputs: TreeOutputs, may_discard: bool) -> Pick | None:
         """[`start_walk`] that picks tokens now, with a single sync."""
-        device = self.text.ids.device
-        tree, logits = tree.to(device), outputs.logits.to(device)
+        logits = outputs.logits.to(self.text.ids.device)
         choices, is_broken = self._choices(tree, logits)
         flags = [logits[:, :1].isnan().any(dim=-1).expand_as(choices)] if may_discard else []
-        _, (tokens_of, broken_of, *is_nan) = tree.on_host(choices, is_broken, *flags)
+        _, _, _, tokens_of, broken_of, *is_nan = tree.on_host(choices, is_broken, *flags)
         if any(row[0] for rows in is_nan for row in rows):
             return None
 
@@ -140,7 +138,6 @@ class Sampler:
         if not self.do_sample:
             choices = scores.argmax(dim=-1)
             return choices, torch.zeros_like(choices, dtype=torch.bool)
-        self.vocab_size = scores.shape[-1]
         noise = self._noise_of_rows(range(1 + tree.max_depth))
         return _sample_with(scores, noise if num_nodes == 1 else take_rows(noise, tree.depths))
 
@@ -149,7 +146,7 @@ class Sampler:
         text = self.text
         rows = list(range(text.batch_size)) if rows is None else rows
         positions = [[text.lengths[row] + level for level in levels] for row in rows]
-        return self.noise.of([text.rows[row] for row in rows], positions, text.shortest, self.vocab_size)
+        return self.noise.of([text.rows[row] for row in rows], positions, text.shortest)
 
     def guess(self, logits: torch.Tensor, level: int, token_ids: torch.Tensor | None) -> torch.Tensor:
         """
@@ -172,18 +169,9 @@ class Sampler:
         return noise[..., token_ids.clamp(max=noise.shape[-1] - 1)]
 
     def _pick(self, rows: list[int], nodes: list[int], outputs: TreeOutputs) -> list[int]:
-        """Picks at visited nodes, for all rows at once if nothing reads their text, else by row length."""
-        lengths = [None if self.ignores_prefix else self.text.lengths[row] for row in rows]
-        picked: dict[int, int] = {}
-        for length in dict.fromkeys(lengths):
-            group = [i for i, other in enumerate(lengths) if other == length]
-            group_rows = [rows[i] for i in group]
-            picked.update(zip(group_rows, self._pick_together(group_rows, [nodes[i] for i in group], outputs)))
-        return [picked[row] for row in rows]
-
-    def _pick_together(self, rows: list[int], nodes: list[int], outputs: TreeOutputs) -> list[int]:
+        """Picks at visited nodes. Rows have one length if anything reads their text."""
         text = self.text
-        length, device = max(text.lengths[row] for row in rows), text.ids.device
+        length, device = text.lengths[rows[0]], text.ids.device
         if len(rows) == text.batch_size and len(set(nodes)) == 1:
             logits = outputs.logits[:, nodes[0]].to(copy=True, dtype=torch.float32, device=device)
         else:
@@ -221,7 +209,6 @@ class Sampler:
 
     def _sample(self, rows: list[int], scores: torch.Tensor) -> list[int]:
         """The next tokens of rows, as `_sample` picks them from processed scores."""
-        self.vocab_size = scores.shape[-1]
         if not self.do_sample:
             return torch.argmax(scores, dim=-1).tolist()
         if not self.draws_ahead:
@@ -285,49 +272,40 @@ def _sample_with(scores: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tenso
 
 
 def sample_scores(logits: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """
-    Scores whose maximum is the best guess of a sample (Gumbel-max), for logits `(B, V)` or `(B, K, V)` of a draft and
-    the `noise` `(B, V)` with which each row will be sampled.
-    """
+    """Scores like `logits` `(B, V)` or `(B, K, V)`. The largest is the best guess of a sample with `noise` `(B, V)` (Gumbel-max)."""
     return logits - (noise if logits.dim() == 2 else noise[:, None]).log()
 
 
 class NoiseStream:
     """
-    The noise that `torch.multinomial` draws to sample a token for each row of a batch, by position in the text. It is
-    exponential noise: the token with the largest `probability / noise` is the sample. It does not depend on the
-    probabilities, so a draft that divides its own probabilities by it can guess the sample (Gumbel coupling:
-    Daliri, Musco and Suresh, https://huggingface.co/papers/2408.07978).
+    The exponential noise that `torch.multinomial` draws for each row of a batch, by position in the text. The sample is
+    the token with the largest `probability / noise`. A draft that divides its own probabilities by the same noise can
+    guess it (Gumbel coupling: Daliri, Musco and Suresh, https://huggingface.co/papers/2408.07978).
 
     If nothing else draws between two tokens, noise is drawn ahead, and the generator is rewound at the end
-    ([`rewind`]). Otherwise another generator predicts the noise that `torch.multinomial` will draw. (Setting back the
-    device's own generator would repeat numbers that other threads have drawn.) Predictions are dropped if something
-    else has drawn.
+    ([`rewind`]). Otherwise another generator predicts what `torch.multinomial` will draw, because setting back the
+    device's own would repeat numbers that other threads have drawn. Predictions are dropped if something else has drawn.
     """
 
-    def __init__(self, num_rows: int, device: torch.device, draws_ahead: bool):
-        self.num_rows, self.device, self.draws_ahead = num_rows, device, draws_ahead
-        self.generator = None if draws_ahead else torch.Generator(device)
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device, draws_ahead: bool):
+        self.device, self.generator = device, None if draws_ahead else torch.Generator(device)
         # The noise of position `p` is in slot `p % num_slots`, `(num_slots, num_rows, V)`. So one kernel reads any rows.
-        self.noise = torch.empty(0, num_rows, 0, device=device)
+        self.noise = torch.empty(0, num_rows, vocab_size, dtype=torch.float32, device=device)
         self.drawn: dict[int, torch.Tensor | None] = {}  # positions, and the generator's state before each draw
         self.last_state: torch.Tensor | None = None  # of the device's generator, after the last draw
         self.next = 0  # the next position to draw for
 
-    def of(self, rows: list[int], positions: list[list[int]], first: int, vocab_size: int) -> torch.Tensor:
-        """
-        The noise `(B, K, vocab_size)` of `K` positions of each of `B` rows of the call. Noise before `first`, sampled in
-        all rows, is dropped.
-        """
-        self._draw_up_to(max(map(max, positions)), first, vocab_size)
+    def of(self, rows: list[int], positions: list[list[int]], first: int) -> torch.Tensor:
+        """The noise `(B, K, V)` of `K` positions of `B` rows of the call. Drops the noise before `first`, which all rows have used."""
+        self._draw_up_to(max(map(max, positions)), first)
         num_slots, num_rows = self.noise.shape[:2]
         if len(rows) == num_rows and len(set(map(tuple, positions))) == len(positions[0]) == 1:
             return self.noise[positions[0][0] % num_slots, :, None]
         places = [position % num_slots * num_rows + row for row, of_row in zip(rows, positions) for position in of_row]
         noise = self.noise.flatten(0, 1).index_select(0, on_device(places, self.device))
-        return noise.view(len(rows), -1, vocab_size)
+        return noise.view(len(rows), -1, noise.shape[1])
 
-    def _draw_up_to(self, last: int, first: int, vocab_size: int) -> None:
+    def _draw_up_to(self, last: int, first: int) -> None:
         """Draws for the positions from `first` to `last` that are not drawn yet."""
         for old in [old for old in self.drawn if old < first]:
             del self.drawn[old]
@@ -339,18 +317,18 @@ class NoiseStream:
                 self.drawn.clear()
                 self.generator.set_state(state)
                 self.next = first
-        self._reserve(last + 1 - first, vocab_size)
+        self._reserve(last + 1 - first)
         while self.next <= last:
             self.drawn[self.next] = self._draw(self.noise[self.next % len(self.noise)])
             self.next += 1
 
-    def _reserve(self, num_positions: int, vocab_size: int) -> None:
+    def _reserve(self, num_positions: int) -> None:
         """Makes room for so many positions."""
         if num_positions <= len(self.noise):
             return
         num_slots = num_positions + 16
         with torch.inference_mode(False):  # it is written in and outside of this mode
-            noise = torch.empty(num_slots, self.num_rows, vocab_size, dtype=torch.float32, device=self.device)
+            noise = self.noise.new_empty(num_slots, *self.noise.shape[1:])
         for position in self.drawn:
             noise[position % num_slots] = self.noise[position % len(self.noise)]
         self.noise = noise

@@ -31,10 +31,7 @@ SLIDING_LINEAR = "LinearAttentionAndSlidingWindowAttentionLayer"
 
 
 def additive_mask(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """
-    Zeros where attention is allowed, and the lowest number elsewhere. Rows begin at multiples of 8 entries, because
-    fused kernels copy other masks first.
-    """
+    """0 where attention is allowed, else the lowest number. Fused kernels copy masks whose rows do not begin at multiples of 8."""
     length = allowed.shape[-1]
     shape = *allowed.shape[:-1], length + -length % 8
     mask = torch.full(shape, torch.finfo(dtype).min, dtype=dtype, device=allowed.device)[..., :length]
@@ -104,7 +101,7 @@ class TreeCache:
     MOST_REPLAYED = 16
 
     def __init__(self, cache: Cache | None, most_nodes: int, may_replay: bool = False, takes_trees: bool = True):
-        self.most_nodes, self.may_replay, self.takes_trees = most_nodes, may_replay, takes_trees
+        self.most_nodes, self.may_replay, self.is_chain = most_nodes, may_replay, not takes_trees
         self.keep_path, self.num_new = keep_path, 0  # the newest entries, still undecided
         self._adopt(check_cache(cache, may_replay))
 
@@ -118,10 +115,8 @@ class TreeCache:
     def _adopt(self, cache: Cache, num_new: int = 0) -> None:
         self.cache = cache
         self.length = int(cache.get_seq_length()) - num_new  # kept in Python: a static cache counts on its device
-        # States updated by every token can follow one path only.
-        is_linear = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
-        is_indexed = any(type(layer).__name__ == INDEXED for layer in cache.layers)
-        self.is_chain = is_linear or is_indexed or not self.takes_trees
+        for layer in cache.layers:  # states updated by every token can follow one path only
+            self.is_chain |= isinstance(layer, LinearAttentionCacheLayerMixin) or type(layer).__name__ == INDEXED
         self.is_static, self.graphed_keep = is_static(cache), None
         devices = {layer.keys.device for layer in filter(has_keys, cache.layers)}
         if self.is_static and len(devices) == 1 and captures_graphs(*devices):
@@ -171,26 +166,17 @@ class TreeCache:
         self.length += batch_growth
         if any(other != path for other in nodes) or len(path) != batch_growth:
             keep_rows(self.cache, nodes, num_nodes, batch_growth, self.length)
-        elif self.is_static and len(path) < num_nodes:
-            padded = on_device([*path, *[0] * (num_nodes - len(path)), len(path)], self.cache.layers[0].keys.device)
+            return
+        num_left_out = num_nodes - len(path)
+        if num_left_out > 0 and (self.is_static or path != list(range(len(path)))):
+            device = next(filter(has_keys, self.cache.layers)).keys.device
+            padded = on_device([*path, *[0] * num_left_out, len(path)], device)
             if self.graphed_keep is not None and num_nodes == self.most_nodes:
                 self.graphed_keep(partial(self.keep_path, self.cache), padded)
             else:
                 self.keep_path(self.cache, padded)
-        elif not self.is_static:
-            if path != list(range(len(path))):
-                self._move_to_front(path, num_nodes)
-            self.crop(len(path) - num_nodes)
-
-    def _move_to_front(self, path: list[int], num_nodes: int) -> None:
-        """Moves the entries `path` of the last `num_nodes` to their front."""
-        index = None
-        for layer in filter(has_keys, self.cache.layers):
-            if index is None or index.device != layer.keys.device:
-                index = on_device(path, layer.keys.device)
-            for states in (layer.keys, layer.values):
-                new = states[..., -num_nodes:, :]
-                new[..., : len(path), :] = new.index_select(-2, index)
+        if not self.is_static:
+            self.crop(-num_left_out)
 
     def discard_tree(self) -> None:
         """Forgets the newest tree. Zeros its slots in a static cache: NaNs pass through any mask."""
@@ -227,10 +213,7 @@ class TreeCache:
 
 
 class ReplayCache(TreeCache):
-    """
-    A cache with recurrent states, which cannot forget a token. Restores them to before a step, and reads the
-    accepted tokens again with the next chain.
-    """
+    """Recurrent states cannot forget a token. This restores them, and reads the accepted tokens again with the next chain."""
 
     def prepare(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if self.saved is None and inputs["input_ids"].shape[-1] > 1:
@@ -307,8 +290,8 @@ def is_unused_static(cache: Any) -> bool:
 
 def with_room(cache: StaticCache, max_length: int, num_slots: int) -> Cache:
     """
-    A cache like an unused static one, with at least `max_length` slots and `num_slots` more for a tree. Its sliding
-    layers keep all tokens, because a rollback needs them.
+    A cache like an unused static one, with at least `max_length` slots, and `num_slots` more for a tree. Sliding layers
+    keep all tokens, because a rollback needs them.
     """
     lengths = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)]
     capacity = num_slots + max(max_length, *lengths)
@@ -334,18 +317,21 @@ def copy_into(cache: StaticCache, source: Cache, prompt_length: int, length: int
 
 def keep_path(cache: Cache, padded: torch.Tensor) -> tuple[()]:
     """
-    Keeps some of the last `N` entries of a static cache. `padded` `(N + 1,)` has their ascending indices, zeros, and
-    their number. Shapes do not depend on it, so this can be captured or compiled.
+    Moves some of the last `N` entries to their front. A static cache forgets the others. `padded` `(N + 1,)` has the
+    ascending indices, zeros, and their number. Shapes do not depend on it, so this can be captured or compiled.
     """
     num_new = len(padded) - 1
     for layer in cache.layers:
         if not has_keys(layer):
             continue
-        begin, (path, count) = layer.cumulative_length - num_new, padded.to(layer.keys.device).split([num_new, 1])
+        padded, has_slots = padded.to(layer.keys.device), type(layer) is StaticLayer
+        path, count = padded.split([num_new, 1])
+        begin = (layer.cumulative_length if has_slots else layer.keys.shape[-2]) - num_new
         target = begin + torch.arange(num_new, device=path.device)
         for states in (layer.keys, layer.values):
             states.index_copy_(-2, target, states.index_select(-2, begin + path))
-        layer.cumulative_length.add_(count[0] - num_new)
+        if has_slots:
+            layer.cumulative_length.add_(count[0] - num_new)
     return ()
 
 

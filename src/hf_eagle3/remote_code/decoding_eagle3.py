@@ -54,7 +54,7 @@ class TreeDecoding:
         prompt = verifier.prefill(self.arguments.input_ids)
         self.embedding = gathered_table(table_of(self.target))
         self.text = text = self._make_text()
-        self.sampler = Sampler(text, self.arguments, self.returned)
+        self.sampler = Sampler(text, self.arguments, self.returned, prompt.logits.shape[-1])
         policy, cache = self._make_policy(), verifier.cache
         self.proposers = self._make_proposers(policy, compile_config=self._compile())
         lookup: Any = self.proposers.get("lookup")
@@ -249,12 +249,7 @@ class TreeDecoding:
 
     def note(self, source: str, tree: DraftTree, accepted: Accepted) -> None:
         """Appends a step to the statistics."""
-        new_tokens, nodes = (
-            [entries[:num] for entries, num in zip(each, accepted.num_written)]
-            for each in (accepted.new_tokens, accepted.nodes)
-        )
-        below_root = [[node for node in path if node > 0] for path in nodes]
-        read, _ = tree.on_host()
-        self.stats.steps.append(
-            Eagle3Step(source, list(self.text.rows), read.tokens, read.parents, below_root, new_tokens)
-        )
+        new_tokens = [tokens[:num] for tokens, num in zip(accepted.new_tokens, accepted.num_written)]
+        below_root = [path[1:num] for path, num in zip(accepted.nodes, accepted.num_written)]
+        tokens, parents, _ = tree.on_host()
+        self.stats.steps.append(Eagle3Step(source, list(self.text.rows), tokens, parents, below_root, new_tokens))

@@ -169,10 +169,7 @@ class GraphedFunction:
         self.graph: CudaGraph | None = None
 
     def __call__(self, function: Callable, *inputs: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
-        """
-        Calls `function(*inputs)`, the same one each time. Inputs of other shapes mean a new capture. The next call may
-        overwrite what this one returns.
-        """
+        """Calls a function, always the same. Inputs of other shapes mean a new capture. The next call may overwrite the outputs."""
         shapes = [None if each is None else (each.shape, each.dtype) for each in inputs]
         if shapes != self.shapes:
             self.shapes, self.num_calls, self.graph = shapes, 0, None

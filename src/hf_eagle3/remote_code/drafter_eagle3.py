@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The draft as a proposer: its keys and values in one call, its unread tokens, and growing its tree."""
 
+import itertools
 import threading
 import weakref
 from collections.abc import Sequence
@@ -77,10 +78,7 @@ class Unread(NamedTuple):
 
 
 def read_unread(state: DraftState, unread: Unread, num_masks: int = 0) -> Any:
-    """
-    Reads tokens, and `num_masks` masks after them if the draft is parallel. Returns the [`Eagle3Output`] of each
-    row's last token and of the masks.
-    """
+    """Reads tokens, and `num_masks` masks after them. Returns the [`Eagle3Output`] of each row's last token and of the masks."""
     draft, embedding, keys, values, longest = state
     tokens, states, positions, counts, lengths = unread
     index = right_index(counts, tokens.shape[1])  # (B, R)
@@ -113,8 +111,7 @@ def read_unread(state: DraftState, unread: Unread, num_masks: int = 0) -> Any:
 def read_and_grow(state: DraftState, unread: Unread, plan: Plan, *settings: Any) -> DraftTree:
     """
     Reads tokens and grows a tree below them, then clears its slots. A parallel draft runs once, because its logits
-    do not depend on drafted tokens. `settings` are those of
-    [`~tree_eagle3.grow_tree`], from `threshold` on.
+    do not depend on drafted tokens. `settings` are those of [`~tree_eagle3.grow_tree`], from `threshold` on.
     """
     draft, embedding, keys, values, longest = state
     tokens, positions = unread.tokens, unread.positions
@@ -167,8 +164,8 @@ def read_and_grow_fixed(
     temperature: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, ...]:
     """
-    [`read_and_grow`] as a function of tensors, to be compiled. Noise `(B, plan.depth, draft_vocab_size)` and
-    temperature are those of the next samples, or `None`. Returns the fields of a [`DraftTree`].
+    [`read_and_grow`] as a function of tensors, to be compiled. `noise` `(B, plan.depth, draft_vocab_size)` and
+    `temperature` are those of the next samples, if any. Returns the fields of a [`DraftTree`].
     """
 
     def guess(logits: torch.Tensor, level: int) -> torch.Tensor:
@@ -291,28 +288,26 @@ class Drafter(Proposer):
         steps, self.unread = self.unread, []
         if len(steps) == 1:
             return steps[0]
-        rows: list[list[int]] = [[] for _ in steps[0][1]]
-        end = 0
-        for (tokens, *_), counts in steps:
-            end += tokens.shape[1]
-            for row, count in zip(rows, counts):
-                row += range(end - count, end)
+        blocks, counts = zip(*steps)
+        ends = list(itertools.accumulate(tokens.shape[1] for tokens, *_ in blocks))
+        # Of each row, the columns that are not padding.
+        rows = [[i for end, count in zip(ends, each) for i in range(end - count, end)] for each in zip(*counts)]
         index = stack_right(rows, device=self.like.device)
-        tokens, states, positions = (torch.cat(blocks, dim=1) for blocks in zip(*(blocks for blocks, _ in steps)))
+        tokens, states, positions = (torch.cat(each, dim=1) for each in zip(*blocks))
         return (tokens.gather(1, index), take_rows(states, index), positions.gather(1, index)), list(map(len, rows))
 
     def read_all_but_newest(self, has_fixed_shape: bool) -> Rows:
         """Reads the prompt but for its last token, and what exceeds a fixed shape. Returns the rest."""
-        (tokens, states, positions), counts = self.take_unread()
-        most = self.most_new if has_fixed_shape else tokens.shape[1] if self.lengths else 1
-        num_visible = max(self.lengths, default=0) + tokens.shape[1]
-        while tokens.shape[1] > most:
-            size = min(tokens.shape[1] - most, max(self.MOST_PAIRS // (len(counts) * num_visible), 1))
-            now = [max(count - (tokens.shape[1] - size), 0) for count in counts]
-            self.read((tokens[:, :size], states[:, :size], positions[:, :size]), now)
-            tokens, states, positions = tokens[:, size:], states[:, size:], positions[:, size:]
-            counts = [count - num_read for count, num_read in zip(counts, now)]
-        return (tokens, states, positions), counts
+        blocks, counts = self.take_unread()
+        num_left = blocks[0].shape[1]
+        most = self.most_new if has_fixed_shape else num_left if self.lengths else 1
+        num_visible = max(self.lengths, default=0) + num_left
+        while num_left > most:
+            size = min(num_left - most, max(self.MOST_PAIRS // (len(counts) * num_visible), 1))
+            num_left -= size
+            self.read([block[:, :size] for block in blocks], [max(count - num_left, 0) for count in counts])
+            blocks, counts = [block[:, size:] for block in blocks], [min(count, num_left) for count in counts]
+        return blocks, counts
 
     def read(self, blocks: Sequence[torch.Tensor], counts: list[int]) -> None:
         """Reads tokens only to fill the cache."""

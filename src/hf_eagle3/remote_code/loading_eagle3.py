@@ -84,10 +84,7 @@ def check_is_model(target: Any) -> None:
 
 
 def check_pairing(draft: PreTrainedModel, target: PreTrainedModel) -> None:
-    """
-    Raises `ValueError`, naming both sides, if the draft was made for a target of another kind, size or vocabulary, or for
-    another model of the same sizes.
-    """
+    """Raises `ValueError`, naming both sides, if the draft is for a target of another kind, size, vocabulary or embedding."""
     check_is_model(target)
     if (mismatch := mismatch_of(draft, target)) is not None:
         raise ValueError(
@@ -163,10 +160,7 @@ def similarity(fingerprint: str, other: str) -> float:
 
 
 def fingerprint(table: torch.nn.Embedding, num_rows: int | None = None) -> str:
-    """
-    The first four entries, in base64, of 16 evenly spaced rows of an embedding table `(vocab_size, hidden_size)`, or of
-    its first `num_rows`.
-    """
+    """The first 4 entries of 16 evenly spaced rows of a table `(vocab_size, hidden_size)`, or of its first `num_rows`, in base64."""
     last = (num_rows or len(table.weight)) - 1
     rows = torch.linspace(0, last, 16, dtype=torch.float32, device=table.weight.device).long()
     entries = look_up(gathered_table(table), rows).detach()[:, :4].flatten().half().cpu()

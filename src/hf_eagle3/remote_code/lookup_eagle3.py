@@ -12,10 +12,7 @@ from .tree_eagle3 import Accepted, DraftTree, Plan, Proposer
 
 
 class MatchCalibration:
-    """
-    The probability that a text goes on as it did at an earlier place, by the number of tokens before it that match.
-    Every written token counts, looked up or not.
-    """
+    """How likely a text goes on as at an earlier place, by how many tokens match there. It learns from every written token."""
 
     PRIOR = (1.0, 2.0)  # right guesses, of all guesses
     MEMORY = 0.98  # weight of a guess after the next guess of about the same length
@@ -88,10 +85,7 @@ class TextIndex:
 
 
 class PromptLookup(Proposer):
-    """
-    Proposes up to `num_tokens` looked-up tokens for each row (prompt lookup decoding, as in transformers; LLMA,
-    https://huggingface.co/papers/2304.04487).
-    """
+    """Proposes up to `num_tokens` tokens a row (prompt lookup decoding of transformers; LLMA, https://huggingface.co/papers/2304.04487)."""
 
     def __init__(self, num_tokens: int, calibration: MatchCalibration, vocab_size: int):
         self.rows: list[TextIndex] = []

@@ -58,18 +58,14 @@ class Eagle3Head(nn.Linear):
 
 
 class Eagle3RotaryEmbedding(LlamaRotaryEmbedding):
-    """
-    Llama's, but the frequencies stay in float32 when the draft is cast. Rounding them to bfloat16 moves positions by a
-    whole radian after a thousand tokens.
-    """
+    """Llama's, but casts leave the frequencies in float32. In bfloat16 positions would be a radian off after a thousand tokens."""
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Eagle3RotaryEmbedding":
-        tables = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, table in tables.items():
-            if table is not None and self._buffers[name].dtype != table.dtype:
-                self._buffers[name] = table.to(self._buffers[name].device)
-        return self
+        def move(table: torch.Tensor) -> torch.Tensor:
+            moved = fn(table)
+            return moved if moved.dtype == table.dtype else table.to(moved.device)
+
+        return super()._apply(move, recurse)
 
 
 class Eagle3Attention(LlamaAttention):
@@ -255,10 +251,7 @@ class Eagle3ForSpeculation(DraftModel, GenerationMixin):  # named again: transfo
         return self.fc(joined)
 
     def mask_inputs(self, num_rows: int, embedding: nn.Embedding | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        `inputs_embeds` and `hidden_states`, each `(1, num_rows, hidden_size)`, of a parallel draft at positions whose
-        tokens are not known yet (P-EAGLE, section 3).
-        """
+        """`inputs_embeds` and `hidden_states` `(1, num_rows, hidden_size)` of tokens that are not known yet (P-EAGLE, section 3)."""
         tokens = torch.full((1, num_rows), self.config.mask_token_id, device=self.lm_head.weight.device)
         hidden_states = self.combine_hidden_states(self.mask_hidden).expand(-1, num_rows, -1)
         return self.embed(tokens, embedding), hidden_states

@@ -52,7 +52,7 @@ def aux_hidden_states(outputs: ModelOutput, layer_ids: Sequence[int], num_layers
         )
     if (last := getattr(outputs, "state_after_last_layer", None)) is not None:
         states = (*states[:num_layers], last)
-    if (shape := states[layer_ids[0]].shape) != (*shape[:2], shape[-1]):
+    if len(shape := states[layer_ids[0]].shape) != 3:
         raise ValueError(
             f"The target's hidden states have shape {tuple(shape)}: several for each token. A draft reads "
             "one, so this target cannot have a draft."
@@ -201,12 +201,8 @@ class Eagle3GenerationStats:
 
     Args:
         new_tokens (`int`): Generated tokens of all rows. Each row's first comes from the forward over the prompt.
-        target_forwards (`int`):
-            Forward passes of the target, the prompt's included. Plain `generate` takes one for each token of the
-            longest text.
-        accepted_lengths (`list[int]`):
-            Tokens that each verification forward wrote in each unfinished row. The forward over the prompt verifies
-            nothing and is left out.
+        target_forwards (`int`): Forwards of the target, with the prompt's. Plain `generate` takes one a token of the longest text.
+        accepted_lengths (`list[int]`): Tokens that each forward after the prompt's wrote in each unfinished row.
         plain_steps (`int`): How many of those forwards had no token to verify, mostly because drafting did not pay.
         lookup_steps (`int`): How many of them verified tokens that were looked up in the text instead of drafted.
         drafted_lengths (`list[int]`): Those `accepted_lengths` that come from drafted trees.

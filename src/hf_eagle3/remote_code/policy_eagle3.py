@@ -134,10 +134,9 @@ class Calibration:
         """Learns from a drafted tree, in unfinished rows."""
         if tree.confidences is None or tree.num_nodes == 1 or all(accepted.is_finished):
             return
-        read, _ = tree.on_host()
-        rows = zip(read.confidences, read.parents, accepted.nodes, accepted.is_finished)
+        rows = zip(*tree.on_host()[1:], accepted.nodes, accepted.is_finished)
         surprise = 0.0  # accepted best children, minus the expected number of them
-        for confidences, parents, path, is_finished in rows:
+        for parents, confidences, path, is_finished in rows:
             if is_finished:
                 continue
             best_children: dict[int, int] = {}
@@ -165,10 +164,7 @@ class StaticPolicy:
 
 
 class DraftingTrial:
-    """
-    Judges whether drafting pays in batches of about one size, by what drafted steps gained over plain ones. If it does
-    not pay, it is tried again, more and more rarely.
-    """
+    """Judges whether drafting pays in batches of about one size. If it does not, it is tried again, more and more rarely."""
 
     FIRST_PLAIN_STEPS = 3  # measured before the first tree
     FIRST_STEPS, MIN_STEPS = 8, 2  # drafted steps of the first trial with one row, and of other trials

@@ -229,9 +229,8 @@ def refuse(obstacles: dict[str, bool]) -> None:
 
 
 def check_dropout(name: str, model: PreTrainedModel) -> None:
-    training = [
-        module for module in model.modules() if module.training
-    ]  # in a model that is not, perhaps: PEFT's are new
+    """Raises `ValueError` if the model drops out. New modules of PEFT may do so in a model that is not in training mode."""
+    training = [module for module in model.modules() if module.training]
     holders = [*training, model.config.get_text_config(decoder=True)] if model.training else training
     rates = [rate for each in holders for field, rate in vars(each).items() if "drop" in field or "jitter" in field]
     rates += [module.p for module in training if isinstance(module, nn.Dropout)]
@@ -312,10 +311,7 @@ def has_plain_modules(model: PreTrainedModel, known: tuple[str, ...]) -> bool:
 
 
 def position_limits(config: PreTrainedConfig) -> list[tuple[str, int]]:
-    """
-    Kind and length of each rotary scaling that changes all frequencies when a forward reaches that position. If the target
-    looks positions up instead, the size of its `"table"`.
-    """
+    """Kind and position of each switch of all rotary frequencies. If the target looks positions up, the size of its `"table"`."""
     rope = getattr(config, "rope_parameters", None) or {}
     table = None if rope else getattr(config, "max_position_embeddings", None)
     limits = [] if table is None else [("table", table)]

@@ -87,14 +87,16 @@ class Text:
         limit = min(unfinished, default=0) + reach
         return [length < limit and not is_finished for length, is_finished in zip(self.lengths, self.is_finished)]
 
-    def rows_to_advance(self, walking: Collection[int]) -> list[int]:
-        """The rows that take another token, of those whose walk down the tree goes on."""
+    def rows_to_advance(self, walking: Collection[int], of_one_length: bool) -> list[int]:
+        """The rows that take another token, of those whose walk down the tree goes on: all, or the shortest ones."""
         rows = sorted(walking)
         if self.in_lockstep:
             return rows if len(rows) == self.batch_size and not all(self.is_finished) else []
         unfinished_end, finished_end = min(self.max_length, self.shortest + self.max_lead), self.longest
         ends = [finished_end if is_finished else unfinished_end for is_finished in self.is_finished]
-        return [row for row in rows if self.lengths[row] < ends[row]]
+        rows = [row for row in rows if self.lengths[row] < ends[row]]
+        least = min((self.lengths[row] for row in rows), default=0)
+        return [row for row in rows if self.lengths[row] == least] if of_one_length else rows
 
     def append(self, row: int, token: int) -> int:
         """Appends a token, or padding if the row is finished, and returns it. It is copied to the device with later ones."""
@@ -160,10 +162,7 @@ def max_length_of(stopping_criteria: StoppingCriteriaList) -> int:
 
 
 def right_index(lengths: torch.Tensor, width: int) -> torch.Tensor:
-    """
-    For rows of these `lengths` `(B,)` that end at the right of `width` columns: which entry of its row is in which
-    column, `(B, width)`. Negative indices are padding.
-    """
+    """Which entry is in each of `width` columns `(B, width)`, if rows of `lengths` `(B,)` end at the right. Negative is padding."""
     return torch.arange(width, device=lengths.device) - width + lengths[:, None]
 
 

@@ -60,14 +60,6 @@ class Plan(NamedTuple):
     prices: Prices | None = None
 
 
-class TreeOnHost(NamedTuple):
-    """A [`DraftTree`] as lists, with an entry for each node of each row. Missing confidences are 0."""
-
-    tokens: list[list[int]]
-    parents: list[list[int]]
-    confidences: list[list[float]]
-
-
 @dataclass
 class DraftTree:
     """
@@ -90,7 +82,7 @@ class DraftTree:
     ancestors: torch.Tensor
     depth: int
     confidences: torch.Tensor | None = None
-    _on_host: TreeOnHost | None = None
+    _on_host: tuple[Any, ...] | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -99,7 +91,7 @@ class DraftTree:
 
     @property
     def max_depth(self) -> int:
-        """Maximum depth."""
+        """The largest depth that a node can have."""
         return min(self.depth, self.num_nodes - 1)
 
     @classmethod
@@ -137,29 +129,26 @@ class DraftTree:
         moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
         return replace(self, **moved)
 
-    def on_host(self, *others: torch.Tensor) -> tuple[TreeOnHost, list[list[list[int]]]]:
-        """The tree, and `others` of shape `(B, N)`, as lists. All are read in one copy, because each copy syncs."""
-        unread = list(others)
-        if self._on_host is None:
-            padded = () if self.confidences is None else [F.pad(self.confidences, (1, 0))]
-            unread += [self.tokens, self.parents, *padded]
-        read: list[Any] = torch.stack([each.float() for each in unread]).tolist() if unread else []
-        num_integers = len(others) + 2  # float32 holds them exactly, up to 2**24
-        read[:num_integers] = [[list(map(int, row)) for row in rows] for rows in read[:num_integers]]
-        if self._on_host is None:
-            tokens, parents, *confidences = read[len(others) :]
-            self._on_host = TreeOnHost(tokens, parents, *confidences or [[[0.0] * self.num_nodes] * len(tokens)])
-        return self._on_host, read[: len(others)]
+    def on_host(self, *others: torch.Tensor) -> tuple[Any, ...]:
+        """
+        Tokens, parents and confidences (0 if there are none) of the nodes, and `others` `(B, N)`, as lists. All are read
+        in one copy, because each copy syncs.
+        """
+        if self._on_host is not None and not others:
+            return self._on_host
+        confidences = torch.zeros_like(self.tokens[:, 1:]) if self.confidences is None else self.confidences
+        unread = F.pad(confidences, (1, 0)), self.tokens, self.parents, *others
+        of_draft, *read = torch.stack([each.float() for each in unread]).tolist()
+        tokens, parents, *lists = ([list(map(int, row)) for row in rows] for rows in read)  # exact up to 2**24
+        self._on_host = tokens, parents, of_draft
+        return *self._on_host, *lists
 
     def children(self) -> list[dict[tuple[int, int], int]]:
         """For each row `{(parent, token): node}`: what a walk from the root looks up."""
         if self.num_nodes == 1:
             return [{}] * len(self.tokens)
-        read, _ = self.on_host()
-        return [
-            {(parents[node], tokens[node]): node for node in range(1, self.num_nodes)}
-            for tokens, parents in zip(read.tokens, read.parents)
-        ]
+        tokens, parents, _ = self.on_host()
+        return [{key: node for node, key in enumerate(zip(*row)) if node > 0} for row in zip(parents, tokens)]
 
     def with_padded_rows(self, rows: list[bool], pad_token: int, depth: int) -> "DraftTree":
         """The tree, in which these rows have a chain of padding, of at most `depth` nodes. They continue with padding."""

@@ -75,10 +75,7 @@ class Verifier:
         return TreeOutputs(target_outputs.logits[:, -1:], positions, self._states_of(target_outputs), target_outputs)
 
     def _try_siblings(self, input_ids: torch.Tensor) -> None:
-        """
-        Goes on with chains if the target's code refuses or ignores the mask or the positions of a tree: siblings that carry the
-        same token must predict the same.
-        """
+        """Goes on with chains if the target's code refuses or ignores trees: siblings with the same token must predict the same."""
         cache, target, num_rows, reason = self.cache, self.target, len(input_ids), None
         if cache.is_static and cache.capacity - cache.length < 3:  # no tree will fit
             return
@@ -98,7 +95,7 @@ class Verifier:
         self.num_forwards += 1
         if reason is not None:
             logger.warning_once(f"{type(target).__name__} cannot read a tree, so the draft proposes chains: {reason}")
-            cache.takes_trees, cache.is_chain = False, True
+            cache.is_chain = True
 
     def _states_of(self, target_outputs: ModelOutput) -> torch.Tensor | None:
         if not self.layer_ids:
@@ -108,7 +105,8 @@ class Verifier:
     def limit(self, plan: Plan, text: Text) -> Plan:
         """The plan, reduced if a larger tree would be useless or change the text."""
         cache, config = self.cache, self.config
-        depth, branching_factor = min(plan.depth, plan.num_nodes), plan.branching_factor
+        plan = plan._replace(depth=min(plan.depth, plan.num_nodes))
+        depth, branching_factor = plan.depth, plan.branching_factor
         if not cache.is_static:
             depth = min(depth, text.max_length - text.shortest - 1)
         elif cache.capacity - cache.length < 1 + self.num_nodes:
@@ -119,7 +117,7 @@ class Verifier:
             # scaling changes at each position, so trees are off.
             room = length - 1 - newest
             if room >= -1 or kind != "longrope":
-                depth = min(depth, max(room, 0))
+                depth = min(depth, room)
         # In transformers 5.17 Phi-3 drops its cache at the switch and loses the past, which trees need.
         if cache.length < text.longest - 1 or cache.num_replayed > TreeCache.MOST_REPLAYED:
             depth = 0
@@ -130,9 +128,9 @@ class Verifier:
                 branching_factor = 1
         if cache.is_chain:
             branching_factor = 1
-        limited = plan._replace(depth=max(depth, 0), branching_factor=branching_factor)
-        is_cut = limited != plan._replace(depth=min(plan.depth, plan.num_nodes))
-        return Plan() if limited.depth == 0 or (cache.is_static and is_cut) else limited  # static trees have one shape
+        limited = plan._replace(depth=depth, branching_factor=branching_factor)
+        # Static trees have one shape.
+        return Plan() if depth <= 0 or (cache.is_static and limited != plan) else limited
 
     def verify(self, tree: DraftTree, text: Text) -> TreeOutputs:
         """Runs one forward of the target over all nodes of a tree."""
@@ -212,10 +210,7 @@ class Verifier:
         return prepared
 
     def extend(self, outputs: TreeOutputs, counts: list[int], batch_growth: int) -> None:
-        """
-        Extends the inputs as `_sample` does after each token. Row `b` wrote `counts[b]` tokens, and the longest row grew
-        by `batch_growth`.
-        """
+        """Extends the inputs as `_sample` does. Row `b` wrote `counts[b]` tokens, and the longest row grew by `batch_growth`."""
         token_types, most = self.inputs.get("token_type_ids"), max(counts)
         self.inputs = inputs = self.target._update_model_kwargs_for_generation(
             outputs.target_outputs, self.inputs, is_encoder_decoder=False, num_new_tokens=most
