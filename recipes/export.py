@@ -32,8 +32,17 @@ from hf_eagle3.environment import add_place_of_draft, folder_or_hub_id, place_of
 from hf_eagle3.hub.push import operations
 
 
-# A new branch begins with the files of the main branch, where these are of another format.
-REPLACED = ("*.json", "*.py", "*.safetensors", "*.bin", "custom_generate/generate.py")
+# A new branch begins with the files of the main branch, where a draft is of another format. These are its files.
+REPLACED = (
+    "config.json",
+    "generation_config.json",
+    "training.json",
+    "*.index.json",
+    "*.safetensors",
+    "pytorch_model*.bin",
+    "*_eagle3.py",
+    "custom_generate/generate.py",
+)
 
 
 def main():

@@ -230,7 +230,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--dataset", help="File, folder or Hub id with `messages` or `text`. By default the standard library's sources"
     )
-    parser.add_argument("--dataset_train_split", default="train", help="The split to read, or a part: train[:1000]")
+    parser.add_argument(
+        "--dataset_train_split", help="The split of --dataset, or a part: train[:1000]. By default train"
+    )
     parser.add_argument("--prompts", help="JSON Lines file of held-out prompts. By default the end of the data set")
     parser.add_argument("--output_dir", default="outputs/quickstart", help="By default %(default)s")
     parser.add_argument(
@@ -299,6 +301,8 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.target is not None and args.dataset is None:
         parser.error("--target needs a --dataset to train its draft on")
+    if args.dataset_train_split and args.dataset is None:
+        parser.error("--dataset_train_split is for --dataset")
     if args.prompts is not None:
         expand([args.prompts])  # raises an error for what does not exist, before the training
     return args
@@ -375,7 +379,7 @@ def main():
         documents, held_out = standard_library(NUM_PROMPTS)
         dataset = Dataset.from_dict({"text": documents})
     else:
-        dataset, held_out = local_or_hub_dataset(args.dataset, args.dataset_train_split)
+        dataset, held_out = local_or_hub_dataset(args.dataset, args.dataset_train_split or "train")
     is_chat = "messages" in dataset.column_names
     if is_chat and args.target is None:
         raise SystemExit(

@@ -42,7 +42,9 @@ def main():
     parser.add_argument("--device", default="auto", help="Device of both: cpu, cuda:0, ...")
     parser.add_argument("--host", default="localhost", help="By default %(default)s")
     parser.add_argument("--port", type=int, default=8000, help="By default %(default)s")
-    parser.add_argument("--log_level", choices=list(log_levels), default="warning", help="By default %(default)s")
+    parser.add_argument(
+        "--log_level", type=str.lower, choices=list(log_levels), default="warning", help="By default %(default)s"
+    )
     args = parser.parse_args()
 
     draft = load_draft(args.draft, dtype=args.dtype, **place_of_draft(args))

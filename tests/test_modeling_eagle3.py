@@ -3,6 +3,7 @@ import itertools
 import json
 import math
 import pickle
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -25,6 +26,7 @@ from hf_eagle3 import Eagle3Config, Eagle3ForSpeculation
 from hf_eagle3.baselines import BASELINES
 from hf_eagle3.checkpoints import export
 from hf_eagle3.making import layer_config_for
+from hf_eagle3.remote_code.loading_eagle3 import check_draft
 from hf_eagle3.remote_code.modeling_eagle3 import Eagle3Head, Eagle3RMSNorm
 from hf_eagle3.remote_code.policy_eagle3 import DEFAULT_TREE_SETTINGS
 
@@ -693,13 +695,27 @@ def test_a_draft_without_weights_is_refused(target, draft):
         target.generate(make_prompt(5), assistant_model=copy.deepcopy(draft).to("meta"), max_new_tokens=3)
 
 
-@pytest.mark.parametrize("part", ["fc", "layers", "norm"])
-def test_a_draft_in_several_places_is_refused(target, draft, part):
-    """As `device_map="auto"` splits it over GPUs, if there are several."""
-    split = copy.deepcopy(draft)
-    split.get_submodule(part).to("meta")
-    with pytest.raises(ValueError, match=r"are on cpu, meta: .*split over devices.*without `device_map='auto'`"):
-        target.generate(make_prompt(5), assistant_model=split, max_new_tokens=3)
+class OnGpu(torch.nn.Parameter):
+    """Says that it is on a GPU."""
+
+    device = torch.device("cuda:1")
+
+
+@pytest.mark.parametrize("part", ["fc", "layers", "norm", "lm_head", "embed_tokens"])
+def test_a_draft_on_several_devices(target, part):
+    """As `device_map="auto"` splits it over GPUs, if there are several. Only its own embedding table may be elsewhere."""
+    draft = Eagle3ForSpeculation.from_target(target, has_own_embed_tokens=True)
+    for module in draft.get_submodule(part).modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, OnGpu(parameter.detach()))
+    refusal = pytest.raises(ValueError, match=r"are on cpu, cuda:1: .*split over devices.*without `device_map='auto'`")
+    with nullcontext() if part == "embed_tokens" else refusal:
+        check_draft(draft, target)
+    for module in draft.get_submodule(part).modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, torch.nn.Parameter(parameter.detach().to("meta")))
+    with pytest.raises(ValueError, match="are on cpu, meta: they are offloaded"):
+        check_draft(draft, target)
 
 
 def test_a_draft_that_is_offloaded_is_refused(target, draft, tmp_path):

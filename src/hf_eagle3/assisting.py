@@ -14,7 +14,7 @@ from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEME
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from .remote_code.assistant_eagle3 import CALL_SETTINGS, hook_method
+from .remote_code.assistant_eagle3 import CALL_SETTINGS, NOT_SYNCED, hook_method
 from .remote_code.auto_eagle3 import logger
 from .remote_code.cache_eagle3 import check_cache
 from .remote_code.loading_eagle3 import check_embedding
@@ -146,11 +146,12 @@ def other_decoding(
         "use_cache=False": not kwargs.get("use_cache", True) or asked("use_cache") is False,
         f"cache_implementation={implementation!r}": implementation.startswith(("paged", "quantized", "offloaded_")),
         "num_beams": (asked("num_beams") or 1) > 1,
-        "synced_gpus": is_synced(model, kwargs.get("synced_gpus")),
         **{name: asked(name) for name in OTHER_DECODING},
     }
     if (name := next(filter(others.get, others), None)) is not None:
         return f"It asks for `{name}`."
+    if is_synced(model, kwargs.get("synced_gpus")):
+        return NOT_SYNCED
     names = ("cache", "past_key_values")  # newer, older
     caches = [kwargs[name] for name in names if kwargs.get(name) is not None]
     try:

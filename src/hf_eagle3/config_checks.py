@@ -65,7 +65,7 @@ ROPE_KEYS = {
     "truncate",
     "type",  # the old name of `rope_type`
 }
-# Trainers copy these from the target. The rotary embedding of Llama's and Qwen3's layers does not read them.
+# Copied from the target, in most cases. The rotary embedding of Llama's and Qwen3's layers does not read them.
 NEUTRAL_ROPE_KEYS = {"llama_4_scaling_beta", "max_position_embeddings", "mrope_interleaved", "mrope_section"}
 
 # Drafts of other methods, by their `model_type` or the beginning of a key (`medusa_num_heads`), and what takes them.

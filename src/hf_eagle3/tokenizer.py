@@ -130,6 +130,13 @@ def padded_inputs(
     return BatchFeature(inputs).to(target.device, target.dtype)  # casts floats only
 
 
+def names_call(content: Any, call: dict) -> bool:
+    """Whether a content has the name of a tool call's function, so that it may have the call as text."""
+    function = call.get("function")
+    name = (function if isinstance(function, dict) else call).get("name")
+    return isinstance(content, str) and isinstance(name, str) and name in content
+
+
 class PromptEncoder:
     """
     Turns texts and conversations into the tokens that the target reads. A `chat_template` replaces the tokenizer's own.
@@ -192,9 +199,10 @@ class PromptEncoder:
             if message.get("tools"):
                 what, content = "tools of a message. Write them into the column `tools`", None
                 instead = [{name: value for name, value in message.items() if name != "tools"}]
-            elif len(calls := message.get("tool_calls") or ()) > 1 and not content:  # gpt-oss's writes only one
-                what, instead = "tool calls after a message's first", [{**message, "tool_calls": calls[:1]}]
-            elif message.get("tool_calls") and not content:  # a content may have them, too
+            elif len(calls := message.get("tool_calls") or ()) > 1 and not names_call(content, calls[1]):
+                what, content = "tool calls after a message's first", None  # gpt-oss's template does
+                instead = [{**message, "tool_calls": calls[:1]}]
+            elif calls and not content:  # a content may have them, too
                 what, instead = "tool calls", [{**message, "tool_calls": []}]
             elif content and role not in ("user", "assistant"):
                 what, instead = f"messages of {role!r}", []

@@ -303,6 +303,13 @@ def test_what_a_template_leaves_out_is_refused(assistant_only_loss):
         ("llama3_1", {"messages": [PLAIN[0], assistant("Yes.", tool_calls=[])]}, None),
         ("gptoss", {"messages": [PLAIN[0], assistant("Yes.", reasoning_content="", tool_calls=[])]}, None),
         ("gptoss", {"messages": [PLAIN[0], assistant("", tool_calls=[CALL, CALL])]}, "tool calls after a message's"),
+        (
+            "gptoss",
+            {"messages": [PLAIN[0], assistant("Both.", tool_calls=[CALL, CALL])]},
+            "tool calls after a message's",
+        ),
+        ("qwen3", {"messages": [PLAIN[0], assistant("Both.", tool_calls=[CALL, CALL])]}, None),
+        ("phi3", {"messages": [PLAIN[0], assistant(str([CALL, CALL]), tool_calls=[CALL, CALL])]}, None),
         ("qwen3", {"messages": [PLAIN[0], assistant("", tool_calls=[CALL, CALL])]}, None),
         ("phi3", {"messages": PLAIN, "tools": [TOOL]}, "the `tools`"),
         ("phi3", {"messages": PLAIN, "tools": []}, None),

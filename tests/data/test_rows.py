@@ -72,6 +72,15 @@ GOOD = {
         {"messages": [U, {"role": "assistant", "content": None, "function_call": CALL_AS_TEXT["function"]}]},
         "call",
     ),
+    "an older call as JSON": (
+        {
+            "messages": [
+                U,
+                {"role": "assistant", "tool_calls": "[]", "function_call": json.dumps(CALL_AS_TEXT["function"])},
+            ]
+        },
+        "call",
+    ),
     "OpenAI's older tools": (
         {"messages": CHAT, "functions": json.dumps([TOOL])},
         {"messages": CHAT, "template_kwargs": {"tools": [{"type": "function", "function": TOOL}]}},

@@ -96,9 +96,13 @@ def test_flex_attention_needs_triton(monkeypatch, has_triton):
 def test_large_heads_need_much_shared_memory(monkeypatch, memory, fits):
     properties = SimpleNamespace(shared_memory_per_block_optin=memory)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.version, "hip", None)
     for dtype, largest in ((torch.bfloat16, 128), (torch.float32, 64)):
         assert fits_flex(torch.zeros(1, 2, 3, largest, dtype=dtype))
         assert fits_flex(torch.zeros(1, 2, 3, largest + 1, dtype=dtype)) == fits
+    with monkeypatch.context() as on_amd:
+        on_amd.setattr(torch.version, "hip", "7.0")
+        assert fits_flex(torch.zeros(1, 2, 3, 256))
     documents, calls = torch.zeros(1, 4).long(), []
     for module, merge in ((attention, "merged_attention"), (dflash_training, "attend_to_text_by_flex")):
         monkeypatch.setattr(module, "can_compile_flex", lambda _: True)

@@ -221,7 +221,9 @@ def layer_config_of(
     for flag, part in (("attention_bias", "self_attn.q_proj.bias"), ("mlp_bias", "mlp.up_proj.bias")):
         layer_config[flag] = f"layers.0.{part}" in tensors
     if rope.get("mrope_section"):
-        assumed["mrope_section"] = "without effect, as in texts: the draft reads one position a token, also of images"
+        assumed["mrope_section"] = (
+            "ignored: the draft reads one position per token, which is the same in texts, but not after images"
+        )
     rope = {key: value for key, value in rope.items() if key not in NEUTRAL_ROPE_KEYS}
     return {**layer_config, "tie_word_embeddings": False, "rope_parameters": rope}
 

@@ -138,9 +138,7 @@ class Output:
         )
         if self.left_out:
             parts.append(f"{len(self.left_out)} rows were left out. {summary(sorted(self.left_out.items()))}")
-            parts.append(
-                f"To try them again, for example with a server of other settings, delete {self.left_out_file.parent / LEFT_OUT}."
-            )
+            parts.append(f"To try them again, delete {self.left_out_file.parent / LEFT_OUT} and run the same command.")
         return " ".join(parts)
 
 

@@ -18,7 +18,9 @@ CONVERSATIONS = ("messages", "conversations")
 # Kinds of parts of a message, and the keys that may hold an image.
 TEXT_PARTS, IMAGE_PARTS = (None, "text", "input_text", "output_text"), ("image", "image_url", "input_image")
 IMAGE_KEYS = ("image", "image_url", "url", "path")
-# An assistant's message without content may have one of these. Empty ones are none, although some templates ask only for the name.
+CALLS = ("tool_calls", "function_call")
+# An assistant's message without content may have one of these. Empty ones are dropped, because some templates only test whether the
+# key exists.
 WITHOUT_CONTENT = {"tool_calls", *THOUGHTS}
 # Keys that are 0 or false in messages that are not to be learned: those of OpenAI, axolotl, verl and ms-swift.
 WEIGHTS = ("weight", "train", "training", "trainable", "loss_mask", "loss")
@@ -83,9 +85,7 @@ def read_message(message: Any, where: str) -> dict:
         raise RowError(
             f"{where} is to be learned in part, but a message is learned whole or not (`weight`). Split or remove it"
         )
-    calls = from_json(calls_of(others), f"tool_calls of {where}")
-    for name in ("function_call", "tool_calls"):
-        others.pop(name, None)
+    calls = calls_of({name: from_json(others.pop(name, None), f"{name} of {where}") for name in CALLS})
     if is_something(calls):
         others["tool_calls"] = [_read_call(call, where) for call in as_list(calls, f"tool_calls of {where}")]
     if not contents and role == "assistant" and others.keys() & WITHOUT_CONTENT:

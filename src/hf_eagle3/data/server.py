@@ -210,7 +210,7 @@ def is_of_row(error: Exception) -> TypeGuard[aiohttp.ClientResponseError]:
 
 
 def described(error: Exception) -> str:
-    """Returns the kind of an error and what it says. That of a whole request that takes too long says nothing itself."""
+    """Returns the kind of an error and what it says. A timeout of a whole request says nothing, so a hint stands in."""
     is_timeout = isinstance(error, asyncio.TimeoutError)
     hint = "no answer in time. Pass a longer `--timeout`, or a smaller `--concurrency`" if is_timeout else ""
     return f"{type(error).__name__}: {str(error) or hint}"
@@ -253,7 +253,7 @@ def message_of(choice: dict) -> dict:
 
 
 def as_sent(message: dict) -> dict:
-    """Returns a message as servers read it: with JSON as arguments of tool calls, and with both of their names of thoughts."""
+    """Returns a message as servers read it: arguments of tool calls are JSON, and thoughts have both names that servers use."""
     thoughts = message.get("reasoning_content")
     return with_arguments_as_text(message if thoughts is None else {**message, "reasoning": thoughts})
 

@@ -29,7 +29,7 @@ logger = logging.get_logger(__name__)
 Prompt = list[int] | dict[str, Any]
 
 # The other methods are transformers' own, which take one prompt at a time.
-IN_BATCHES = ("plain", *OTHER_DRAFTS, *OURS)
+IN_BATCHES = frozenset(("plain", *OTHER_DRAFTS, *OURS))
 
 
 def run_benchmark(
@@ -93,11 +93,12 @@ def run_benchmark(
     """
     drafts = {method: draft for method in OURS if draft is not None} | dict(drafts or {})
     methods = check_methods(methods, drafts, assistant, dflash)
+    largest = max((size for size in batch_sizes if size == 1 or not IN_BATCHES.isdisjoint(methods)), default=0)
     for task, prompts in tasks.items():
-        if len(prompts) < max(batch_sizes):
+        if len(prompts) < largest:
             raise ValueError(
-                f"The task {task} has {len(prompts)} prompts, which do not fill a batch of {max(batch_sizes)}. Pass more prompts, or a "
-                "smaller batch size."
+                f"The task {task} has {len(prompts)} prompts, which do not fill a batch of {largest}. Pass more prompts or a smaller "
+                "batch size, or leave the task out."
             )
     results = results or BenchmarkResults({})
     left_out = results.run.setdefault("left_out", {})

@@ -32,6 +32,7 @@ BENCHMARK_RECORD = "benchmark.jsonl"
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 RECIPE_TEMPLATE = Path(__file__).with_name("recipe_card.md.jinja")
 # People search for drafts by these tags.
+ENGINE_TAGS = ["vllm"]
 TAGS = ["eagle3", "speculative-decoding", "draft-model", "assistant-model", "speculators"]
 RENDERED = re.compile(r"<!-- rendered by hf-eagle3, digest (\w+) -->\s*$")
 
@@ -154,9 +155,8 @@ def benchmark_texts(
 ) -> dict[str, Any]:
     """Returns what the template says about a benchmark."""
     rows = benchmark.rows
-    repeats = sorted(
-        {len(row.speedups) for row in rows}
-    )  # of an interrupted run they may be fewer than it was to have
+    # An interrupted run has fewer than its arguments say.
+    repeats = sorted({len(row.speedups) for row in rows})
     return {
         "run": benchmark.run,
         "table": format_table(rows) if rows else None,
@@ -198,7 +198,7 @@ def published_table(published: Sequence[dict]) -> str:
 def engine_tags(draft: PreTrainedModel | None, adapter_of: str | None) -> list[str]:
     """Returns tags of the engines that take the draft as it is."""
     is_refused = draft is not None and reason_against(check_vllm, draft) is not None
-    return [] if adapter_of is not None or is_refused else ["vllm"]
+    return [] if adapter_of is not None or is_refused else list(ENGINE_TAGS)
 
 
 def reason_against(check: Callable[[Any], Any], draft: PreTrainedModel) -> str | None:

@@ -38,7 +38,7 @@ from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.loading_eagle3 import weights_digest
 from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation
 from ..tensor_names import find
-from .card import BENCHMARK_RECORD, TRAINING_RECORD, engine_tags, is_edited, is_hub_id, render_card
+from .card import BENCHMARK_RECORD, ENGINE_TAGS, TRAINING_RECORD, is_edited, is_hub_id, render_card
 from .licenses import check_license, license_of
 
 
@@ -123,7 +123,7 @@ def push_draft(
             See [`render_card`]. The licence defaults to that of the existing card.
         overwrite_card (`bool`, *optional*, defaults to `False`): Whether to replace a card that was edited by hand.
         commit_message, commit_description, private, token, revision, create_pr, max_shard_size, tags (*optional*):
-            See [`~transformers.utils.PushToHubMixin.push_to_hub`]. Tags of the existing card stay.
+            See [`~transformers.utils.PushToHubMixin.push_to_hub`]. Tags of an existing card stay, if nobody edited it.
 
     Raises:
         PermissionError: if there is no token.
@@ -179,7 +179,7 @@ def operations(
 ) -> list[CommitOperationAdd | CommitOperationDelete]:
     """
     Returns what puts the files of a folder into a repo that has files with the names `held`. Those of an earlier push, by the
-    patterns `replaced`, are deleted. Other folders stay: they may have checkpoints of a training, or other drafts.
+    patterns `replaced`, are deleted. Files in folders stay unless a pattern names them: they may be checkpoints, or other drafts.
     """
 
     def is_replaced(name: str) -> bool:  # `*` would match slashes, too
@@ -379,7 +379,7 @@ def card_on_hub(repo_id: str, revision: str | None = None, token: bool | str | N
 def kept_tags(existing: ModelCard | None) -> list[str]:
     """Returns the tags of an earlier card that a new one keeps, if nobody edited it. Engines may not take the new draft."""
     tags = [] if existing is None or is_edited(existing) else existing.data.get("tags") or []
-    return [tag for tag in tags if tag not in engine_tags(None, None)]
+    return [tag for tag in tags if tag not in ENGINE_TAGS]
 
 
 def refresh_card(

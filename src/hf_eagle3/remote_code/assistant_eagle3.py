@@ -75,7 +75,7 @@ class AssistantMixin:
         """
         self.validate_target(target)
         if synced_gpus:
-            raise ValueError("EAGLE-3 decoding does not support `synced_gpus=True` (ZeRO-3 and FSDP sharded targets).")
+            raise ValueError(NOT_SYNCED)
         own, targets = getattr(self, "device", target.device).type, target.device.type
         if own != targets and "meta" not in (own, targets):
             logger.warning_once(
@@ -126,6 +126,10 @@ def generate(*args, model, assistant_model, **kwargs):
 
 # Settings that transformers' `GenerationConfig` does not have.
 CALL_SETTINGS = ("tree_depth", "branching_factor", "tree_policy", "output_steps")
+NOT_SYNCED = (
+    "`generate` keeps processes that share the target in step (`synced_gpus`), which a draft does not. If all of them generate from the "
+    "same prompts, pass `synced_gpus=False`."
+)
 NAME_OF_DRAFT = "`assistant_model` is the name {0!r}, not a draft. Load it with AutoModel.from_pretrained({0!r}, trust_remote_code=True)."
 
 

@@ -128,11 +128,11 @@ def mismatch_of(draft: PreTrainedModel, target: PreTrainedModel) -> str | None:
 
 
 def check_draft(draft: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Raises `ValueError` if the draft or the target is not ready: on the meta device or several, in training mode or offloaded."""
-    # Its own table may be elsewhere.
-    devices = {weight.device for name, weight in draft.named_parameters() if not name.startswith("embed_tokens.")}
-    if len(devices) > 1 or torch.device("meta") in devices:
-        places = ", ".join(sorted(map(str, devices)))
+    """Raises `ValueError` if the draft or the target is not ready: offloaded, in training mode, or the draft is on several devices."""
+    # Its own embedding table may be on another device than the rest.
+    devices = {weight.device for name, weight in draft.named_parameters() if name != "embed_tokens.weight"}
+    if len(devices) > 1 or any(weight.is_meta for weight in draft.parameters()):
+        places = ", ".join(sorted({str(weight.device) for weight in draft.parameters()}))
         raise ValueError(
             f"The draft's weights are on {places}: they are offloaded, split over devices or not loaded. Load it with "
             "`from_pretrained`, whole on one device (without `device_map='auto'`)."

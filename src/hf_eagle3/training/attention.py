@@ -244,9 +244,9 @@ def attend_by_flex(
 
 def fits_flex(query: torch.Tensor) -> bool:
     """
-    Whether kernels of [`compiled_flex`] fit on the device of queries `(B, H, L, D)`. For heads of more than 256 bytes they take up to
-    112 KiB of shared memory, and only GPUs for data centers have so much (https://github.com/pytorch/pytorch/issues/198224). AMD's
-    have kernels of their own.
+    Whether kernels of [`compiled_flex`] fit on the device of queries `(B, H, L, D)`. GPUs with about 100 KiB of shared memory (RTX,
+    A10, L4, L40S) have too little for heads of more than 256 bytes (https://github.com/pytorch/pytorch/issues/180278 and 198224).
+    AMD's have kernels of their own.
     """
     size = (1 << (query.shape[-1] - 1).bit_length()) * query.element_size()
     if size <= 256 or torch.version.hip is not None:

@@ -241,7 +241,8 @@ def check_same_store(folder: Path, index: dict, rows: Dataset) -> None:
     if known != index or ours.column_names != theirs.column_names or not ours.equals(theirs):
         raise ValueError(
             f"{folder} holds features of other rows or another target, or stored in another way. Choose another folder, or "
-            "the arguments of its first run. If the chat template writes today's date, pass one with the date of the first run."
+            "the arguments of its first run. If the chat template writes today's date, pass one with the date of the first run "
+            "(`--chat_template_path`)."
         )
     warn_of_other_target(folder, before, now)
 

@@ -47,9 +47,8 @@ class TTTMetrics:
 
     def pop(self, mode: str) -> dict[str, float]:
         """
-        Returns the metrics since the last call, over all processes, with one entry per drafting step; of an evaluation also
-        the loss of all its rows. (`Trainer` logs that of training. For evaluations it takes the mean of the losses of batches,
-        which depends on their sizes.)
+        Returns the metrics since the last call, over all processes, with one entry per drafting step. For an evaluation they
+        include the loss over all rows, because `Trainer`'s mean over batches depends on their sizes.
         """
         counts = self.counts.pop(mode, None)
         if counts is None:
