@@ -21,9 +21,13 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import huggingface_hub.constants  # noqa: E402
+import huggingface_hub.hf_api  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from forked import run_in_two  # noqa: E402
+from huggingface_hub import RepoCard  # noqa: E402
+from loopback_hub import VALIDATES_CARDS_HERE, serve_hub  # noqa: E402
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 from transformers import (  # noqa: E402
     CONFIG_MAPPING,
@@ -34,6 +38,7 @@ from transformers import (  # noqa: E402
 )
 from transformers.integrations.sdpa_attention import repeat_kv  # noqa: E402
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask  # noqa: E402
+from transformers.utils import hub as transformers_hub  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
 from hf_eagle3 import Eagle3ForSpeculation  # noqa: E402
@@ -594,6 +599,28 @@ def chat_server(reply):
     finally:
         server.shutdown()
         server.server_close()
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """The client of this process talks to a Hub on this machine, with a cache of its own."""
+    with serve_hub() as hub:
+        for name, value in {
+            "ENDPOINT": hub.url,
+            "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_CACHE": str(tmp_path / "cache"),
+            "HF_HUB_OFFLINE": False,
+            "HF_HUB_DISABLE_XET": True,
+            "HF_TOKEN_PATH": str(tmp_path / "token"),
+        }.items():
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
+        monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.url)
+        monkeypatch.setattr(transformers_hub, "_hf_api", None)
+        monkeypatch.setenv("HF_TOKEN", "hf_test")
+        if not VALIDATES_CARDS_HERE:
+            monkeypatch.setattr(RepoCard, "validate", lambda card, **kwargs: None)
+        hub.repos["big/Model-8B"] = {"main": [{}]}  # the target
+        yield hub
 
 
 def fsdp2_config(folder) -> Path:

@@ -1,16 +1,13 @@
 """`recipes/inspect_draft.py` and `recipes/export.py` as users call them."""
 
 import json
-import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import RECIPES, make_baseline, make_draft, make_prompt, make_target
+from conftest import make_baseline, make_draft, make_prompt, make_target
 from huggingface_hub import HfApi
-from loopback_hub import serve_hub
 from transformers import AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation
@@ -209,31 +206,21 @@ def test_which_states_are_read_is_said(tmp_path, run_recipe, ids, alone, with_ta
         assert expected in line, result.stdout
 
 
-def test_a_branch_for_sglang(tmp_path):
+def test_a_branch_for_sglang(tmp_path, hub, run_recipe):
     """From the Hub, and back to a branch of the same repo, over HTTP."""
     make_draft(make_target("llama"), [make_prompt(5)]).save_pretrained(tmp_path / "draft")
     repo, folder = "me/tiny-speculator.eagle3", str(tmp_path / "sglang")
-    # The branch is read by its format, from the Hub.
-    commands = [
-        ["export.py", repo, "--to", "sglang", "--output_dir", folder, "--push_to", repo, "--revision", "sglang"],
-        ["inspect_draft.py", repo, "--revision", "sglang"],
-        ["export.py", repo, "--to", "sglang", "--output_dir", f"{folder}-2", "--push_to", "exports"],  # a new repo
-    ]
-    script = f"""
-import runpy, sys
-for sys.argv in {commands}:
-    try:
-        runpy.run_path({str(RECIPES)!r} + "/" + sys.argv[0], run_name="__main__")
-    except SystemExit as error:
-        assert not error.code, error.code
-"""
-    with serve_hub() as hub:
-        files = {path.name: path.read_bytes() for path in (tmp_path / "draft").iterdir() if path.is_file()}
-        hub.repos[repo] = {"main": [files]}
-        environment = {**os.environ, **hub.environment(tmp_path / "cache")}
-        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "draft").iterdir() if path.is_file()}
+    hub.repos[repo] = {"main": [files]}
+    for command in (
+        ("export.py", repo, "--to", "sglang", "--output_dir", folder, "--push_to", repo, "--revision", "sglang"),
+        ("inspect_draft.py", repo, "--revision", "sglang"),  # the branch is read by its format
+        ("export.py", repo, "--to", "sglang", "--output_dir", f"{folder}-2", "--push_to", "exports"),  # a new repo
+    ):
+        result = run_recipe(*command)
         assert result.returncode == 0, result.stderr[-3000:]
-        branches = hub.repos[repo]
+        assert ("format            sglang" in result.stdout) == (command[0] == "inspect_draft.py")
+    branches = hub.repos[repo]
     assert len(branches["main"]) == 1
     pushed = branches["sglang"][-1]
     assert hub.repos["me/exports"]["sglang"][-1] == {
@@ -242,7 +229,6 @@ for sys.argv in {commands}:
     assert json.loads(pushed["config.json"])["architectures"] == ["LlamaForCausalLMEagle3"]
     assert not [name for name in pushed if name.endswith(".py")] and "generation_config.json" not in pushed
     assert pushed["model.safetensors"] == (tmp_path / "sglang" / "model.safetensors").read_bytes()
-    assert "format            sglang" in result.stdout
 
 
 def test_a_branch_does_not_name_a_folder(tmp_path, monkeypatch, run_recipe):
