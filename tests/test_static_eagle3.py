@@ -26,6 +26,7 @@ from hf_eagle3.remote_code.verify_eagle3 import Verifier
 
 
 STATIC = {"cache_implementation": "static"}
+WARPED = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}
 PROMPTS = [make_prompt(5), make_prompt(40)]  # windows and chunks are of 16 tokens
 
 
@@ -219,8 +220,10 @@ def test_the_returned_cache_can_be_continued_from(target, oracle):
     assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral-window", "llama4", "gemma4-shared-kv"])
-@pytest.mark.parametrize("max_new_tokens", [4, 30])
+@pytest.mark.parametrize(
+    ("family", "max_new_tokens"),
+    each_once(["llama", "gemma3", "mistral-window", "llama4", "gemma4-shared-kv"], [30, 4]),
+)
 def test_the_returned_cache_is_as_large_as_plain_generates(family, max_new_tokens):
     if family == "llama4" and not CAN_SELECT_HIDDEN_STATES:
         pytest.skip("transformers before 5.23 makes no masks for static caches of Llama 4, with or without a draft")
@@ -361,10 +364,10 @@ def waiting_host(monkeypatch):
     return looks
 
 
-@pytest.mark.parametrize("cache", [{}, STATIC], ids=["dynamic", "static"])
-@pytest.mark.parametrize("policy", ["static", "auto"])
 @pytest.mark.parametrize(
-    "sampling", [{}, {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}], ids=["greedy", "sampling"]
+    ("cache", "policy", "sampling"),
+    [({}, "static", {}), ({}, "auto", WARPED), (STATIC, "static", WARPED), (STATIC, "auto", {})],
+    ids=["dynamic-static-greedy", "dynamic-auto-sampling", "static-static-sampling", "static-auto-greedy"],
 )
 def test_a_step_waits_for_the_device_once(waiting_host, target, cache, policy, sampling):
     if policy == "auto" and not CAN_SELECT_HIDDEN_STATES:
