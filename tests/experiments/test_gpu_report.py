@@ -40,7 +40,7 @@ def test_a_rehearsal(gpu_report, runs_here, tmp_path, monkeypatch):
         return compile_nothing if function is None else function
 
     monkeypatch.setattr(torch, "compile", compile_nothing)
-    arguments = ["--device", "cpu", "--tiny", "--output_dir", str(tmp_path), "--minutes", "9", "--draft_seconds", "1"]
+    arguments = ["--device", "cpu", "--tiny", "--output_dir", str(tmp_path), "--minutes", "30", "--draft_seconds", "1"]
     assert gpu_report.main(arguments) == 0
     states = json.loads((tmp_path / "states.json").read_text())["states"]
     assert {name: state["state"] for name, state in states.items()} == dict.fromkeys(PARTS, "complete")
