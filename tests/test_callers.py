@@ -503,7 +503,7 @@ def test_target_that_accelerate_dispatches(target, draft):
 
 
 def test_compiled_forward():
-    target = make_target("llama", num_hidden_layers=2)
+    target = make_target("llama", num_hidden_layers=1)
     draft = make_draft(target, [make_prompt(12)])
     calls = []
 

@@ -267,7 +267,8 @@ def test_a_prompt_in_chunks_does_not_allocate_a_cache_twice(target, monkeypatch)
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.8 compiles again for each new static cache")
 @pytest.mark.parametrize("policy", ["static", "auto"])
-def test_nothing_is_compiled_twice(target, policy):
+def test_nothing_is_compiled_twice(policy):
+    target = make_target("llama", num_hidden_layers=2)
     draft = make_draft(target, PROMPTS)
     draft.generation_config.update(tree_depth=3, branching_factor=2, num_assistant_tokens=5, tree_policy=policy)
     torch._dynamo.reset()
@@ -295,9 +296,9 @@ def test_nothing_is_compiled_twice(target, policy):
     assert policy == "auto" or graphs == 4 and max(draft.last_generation.accepted_lengths) > 1
 
 
-def test_the_state_after_the_last_layer_is_compiled(target):
+def test_the_state_after_the_last_layer_is_compiled():
     """It is kept by hooks, which are in the graph."""
-    layer_ids = [1, 2, target.config.num_hidden_layers]
+    target, layer_ids = make_target("llama", num_hidden_layers=2), [0, 1, 2]
     draft = Eagle3ForSpeculation.from_target(target, eagle_aux_hidden_state_layer_ids=layer_ids).eval()
     draft.generation_config.update(tree_depth=1, branching_factor=2, num_assistant_tokens=2, tree_policy="static")
     counters.clear()
@@ -577,7 +578,7 @@ def test_a_capture_that_fails(monkeypatch, graphs, target, caplog):
     assert SimulatedGraph.has_failed
 
 
-def test_a_tree_is_compiled_for_its_own_shape(target):
+def test_a_tree_is_compiled_for_its_own_shape():
     """Kernels for trees of any size would be slower, and take longer to compile."""
     numbers = []
 
@@ -589,6 +590,7 @@ def test_a_tree_is_compiled_for_its_own_shape(target):
         return graph
 
     torch._dynamo.reset()
+    target = make_target("llama", num_hidden_layers=2)
     draft, config = make_draft(target, PROMPTS), CompileConfig(backend=backend, mode=None)
     config._compile_all_devices = True
     settings = {"max_new_tokens": 20, "do_sample": False, **STATIC, "compile_config": config}
