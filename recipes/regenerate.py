@@ -44,8 +44,9 @@ from trl import DatasetMixtureConfig
 from hf_eagle3.data import ImageReader, check_chat_template, plain_rows, shows_images
 from hf_eagle3.data.answers import Output, push_dataset
 from hf_eagle3.data.regeneration import beginnings, has_texts, regenerate_locally
-from hf_eagle3.data.rows import RowError, read_template_kwargs
+from hf_eagle3.data.rows import read_template_kwargs
 from hf_eagle3.data.server import regenerate_by_server
+from hf_eagle3.data.values import RowError
 from hf_eagle3.environment import run_script, warn_of_slow_bfloat16
 from hf_eagle3.evaluation.drafts import load_draft
 from hf_eagle3.tokenizer import read_template

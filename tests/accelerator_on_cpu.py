@@ -143,7 +143,7 @@ def main(families):
             ):  # an older one, in which plain calls fail, too
                 continue
             accelerated_draft.generation_config.tree_policy = policy
-            batch, settings = make_batch(lengths), {"max_new_tokens": 16, "do_sample": False, **settings}
+            batch, settings = make_batch(lengths), {"max_new_tokens": 10, "do_sample": False, **settings}
             torch.manual_seed(0)
             expected = target.generate(**batch, **settings)
             with Accelerator(), torch.no_grad():

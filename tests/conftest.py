@@ -1,6 +1,7 @@
 """Tiny random targets of every family, and drafts that get tokens accepted without training."""
 
 import gc
+import hashlib
 import importlib.util
 import itertools
 import json
@@ -20,9 +21,13 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import huggingface_hub.constants  # noqa: E402
+import huggingface_hub.hf_api  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from forked import run_in_two  # noqa: E402
+from huggingface_hub import RepoCard  # noqa: E402
+from loopback_hub import VALIDATES_CARDS_HERE, serve_hub  # noqa: E402
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 from transformers import (  # noqa: E402
     CONFIG_MAPPING,
@@ -33,6 +38,7 @@ from transformers import (  # noqa: E402
 )
 from transformers.integrations.sdpa_attention import repeat_kv  # noqa: E402
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask  # noqa: E402
+from transformers.utils import hub as transformers_hub  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
 from hf_eagle3 import Eagle3ForSpeculation  # noqa: E402
@@ -304,20 +310,34 @@ def make_prompt(length: int, seed: int = 0, batch_size: int = 1) -> torch.LongTe
     return torch.randint(2, VOCAB_SIZE, (batch_size, length), generator=generator)
 
 
+SAID = {}  # by targets, prompts and lengths
+
+
+def tokens_said(target, prompt, max_new_tokens: int) -> torch.LongTensor:
+    """What a target says. Most tests make the same few targets, so it is remembered by their weights."""
+    weights = hashlib.blake2b(digest_size=16)
+    for weight in target.state_dict().values():
+        weights.update(weight.detach().flatten().view(torch.uint8).numpy())
+    settings = target.config.to_json_string(), target.config._attn_implementation, max_new_tokens
+    key = type(target), weights.digest(), *settings, *prompt[0].tolist()
+    if key not in SAID:
+        SAID[key] = target.generate(prompt, max_new_tokens=max_new_tokens, do_sample=False)[0, prompt.shape[1] :]
+    return SAID[key]
+
+
 def make_draft(target, prompts, num_tokens: int = 6, max_new_tokens: int = 24, seed: int = 0, **overrides):
-    """An untrained draft that proposes only the tokens the target says most often: some get accepted."""
-    said = torch.cat(
-        [
-            target.generate(prompt, max_new_tokens=max_new_tokens, do_sample=False)[0, prompt.shape[1] :]
-            for prompt in prompts
-        ]
-    )
+    """
+    An untrained draft that proposes only the tokens the target says most often: some get accepted. Its trees are shallow,
+    since hardly any deeper node is. `make_oracle` makes drafts that draw deep ones.
+    """
+    said = torch.cat([tokens_said(target, prompt, max_new_tokens) for prompt in prompts])
     tokens, counts = said.unique(return_counts=True)
     torch.manual_seed(seed)
     draft = Eagle3ForSpeculation.from_target(
         target, draft_token_ids=tokens[counts.argsort(descending=True)[:num_tokens]], **overrides
     )
-    draft.generation_config.tree_policy = "static"  # not what is fastest here, but the same each time
+    # Not what is fastest here, but the same each time.
+    draft.generation_config.update(tree_policy="static", tree_depth=4)
     return draft.eval()
 
 
@@ -579,6 +599,28 @@ def chat_server(reply):
     finally:
         server.shutdown()
         server.server_close()
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """The client of this process talks to a Hub on this machine, with a cache of its own."""
+    with serve_hub() as hub:
+        for name, value in {
+            "ENDPOINT": hub.url,
+            "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_CACHE": str(tmp_path / "cache"),
+            "HF_HUB_OFFLINE": False,
+            "HF_HUB_DISABLE_XET": True,
+            "HF_TOKEN_PATH": str(tmp_path / "token"),
+        }.items():
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
+        monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.url)
+        monkeypatch.setattr(transformers_hub, "_hf_api", None)
+        monkeypatch.setenv("HF_TOKEN", "hf_test")
+        if not VALIDATES_CARDS_HERE:
+            monkeypatch.setattr(RepoCard, "validate", lambda card, **kwargs: None)
+        hub.repos["big/Model-8B"] = {"main": [{}]}  # the target
+        yield hub
 
 
 def fsdp2_config(folder) -> Path:

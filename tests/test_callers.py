@@ -1,8 +1,6 @@
 """The ways in which people call `generate`."""
 
 import copy
-import subprocess
-import sys
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -505,7 +503,7 @@ def test_target_that_accelerate_dispatches(target, draft):
 
 
 def test_compiled_forward():
-    target = make_target("llama", num_hidden_layers=2)
+    target = make_target("llama", num_hidden_layers=1)
     draft = make_draft(target, [make_prompt(12)])
     calls = []
 
@@ -565,50 +563,15 @@ def test_targets_that_return_logits_of_the_last_token(settings):
         target.generate(prompt, assistant_model=draft, **{**SETTINGS, **settings})
 
 
-def test_custom_generate(target, tmp_path):
+def test_custom_generate(target):
+    """By its folder: tests/test_remote_code.py."""
     prompt = make_prompt(12)
     draft = make_draft(target, [prompt])
-    draft.save_pretrained(tmp_path / "draft")
-    target.save_pretrained(tmp_path / "target")
     expected = target.generate(prompt, **SETTINGS)
     assert target.generate(prompt, custom_generate=draft.assisted_decoding, **SETTINGS).equal(expected)
     assert draft.last_generation.new_tokens == 24
     with pytest.raises(ValueError, match="beams"):
         target.generate(prompt, custom_generate=draft.assisted_decoding, num_beams=2, **SETTINGS)
-
-    # In a process without this package: the folder is all there is.
-    script = f"""
-import sys
-sys.modules["hf_eagle3"] = None
-import torch
-from transformers import AutoModel, AutoModelForCausalLM
-class Streamer:
-    def __init__(self):
-        self.tokens, self.is_ended = [], False
-    def put(self, tokens):
-        self.tokens += tokens.flatten().tolist()
-    def end(self):
-        self.is_ended = True
-target = AutoModelForCausalLM.from_pretrained({str(tmp_path / "target")!r})
-folder = {str(tmp_path / "draft")!r}
-draft = AutoModel.from_pretrained(folder, trust_remote_code=True)
-for assistant in (draft, folder):
-    text = target.generate(torch.tensor({prompt.tolist()}), custom_generate=folder, assistant_model=assistant,
-                           trust_remote_code=True, max_new_tokens=24, do_sample=False, streamer=(streamer := Streamer()))
-    assert text.tolist() == {expected.tolist()}, text
-    assert streamer.tokens == text[0].tolist() and streamer.is_ended
-assert draft.last_generation.new_tokens == 24
-try:
-    draft.generate(torch.tensor([[5]]), assistant_model=target)
-except NotImplementedError as error:
-    assert "does not generate text by itself" in str(error)
-else:
-    assert False
-draft.save_pretrained({str(tmp_path / "again")!r})
-"""
-    subprocess.run([sys.executable, "-c", script], check=True)
-    names = [{str(p.relative_to(tmp_path / d)) for p in (tmp_path / d).rglob("*.py")} for d in ("draft", "again")]
-    assert names[0] == names[1] and "custom_generate/generate.py" in names[0]
 
 
 def greedy_search(model, input_ids, assistant_model=None, **kwargs):

@@ -50,7 +50,7 @@ PathFinder.find_spec = staticmethod(find_unless_blocked)
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
-target_dir, draft_dir, second_dir = sys.argv[1:]
+target_dir, draft_dir, second_dir, *others = sys.argv[1:]
 target = AutoModelForCausalLM.from_pretrained(target_dir)
 prompt = torch.tensor([json.loads(sys.stdin.read())])
 kwargs = {"max_new_tokens": 24, "do_sample": False}
@@ -62,6 +62,32 @@ for auto_class, folder in ((AutoModel, draft_dir), (AutoModelForCausalLM, draft_
     assert torch.equal(actual, expected) and max(draft.last_generation.accepted_lengths) > 1
     if folder == draft_dir:
         draft.save_pretrained(second_dir)
+
+class Streamer:
+    def __init__(self):
+        self.tokens, self.is_ended = [], False
+    def put(self, tokens):
+        self.tokens += tokens.flatten().tolist()
+    def end(self):
+        self.is_ended = True
+
+draft = AutoModel.from_pretrained(draft_dir, trust_remote_code=True)
+for assistant in (draft, draft_dir):
+    call = {"custom_generate": draft_dir, "assistant_model": assistant, "trust_remote_code": True, **kwargs}
+    text = target.generate(prompt, streamer=(streamer := Streamer()), **call)
+    assert torch.equal(text, expected)
+    assert streamer.tokens == text[0].tolist() and streamer.is_ended
+assert draft.last_generation.new_tokens == 24
+try:
+    draft.generate(torch.tensor([[5]]), assistant_model=target)
+except NotImplementedError as error:
+    assert "does not generate text by itself" in str(error)
+else:
+    assert False
+
+for folder in others:
+    other = AutoModel.from_pretrained(folder, trust_remote_code=True)
+    print(folder.split("/")[-2], getattr(type(other), "OF", "a"))
 from transformers.pipelines.base import load_assistant_model
 
 target.config.pad_token_id = 7  # not what the draft was saved with
@@ -70,18 +96,32 @@ print(json.dumps(sorted(name for name in BLOCKED if name in sys.modules)))
 """
 
 
+def files_in(folder):
+    return {str(path.relative_to(folder)) for path in folder.rglob("*.py")}
+
+
 def test_saved_draft_generates_without_the_package(tmp_path):
-    """As it is, and as it is saved again by its own code."""
+    """
+    As it is, as it is saved again by its own code, and by `custom_generate`. Of several folders of one name each runs its
+    own code. All in one process, because importing takes longer.
+    """
     target, prompt = make_target("gemma3"), make_prompt(20)
     draft = make_draft(target, [prompt], num_tokens=8)
     target.save_pretrained(tmp_path / "target")
     draft.save_pretrained(tmp_path / "draft")
+    for name in "ab":
+        draft.save_pretrained(tmp_path / name / "draft")
+    changed = tmp_path / "b" / "draft" / "draft_model_eagle3.py"
+    changed.write_text(changed.read_text().replace("    config_class =", '    OF = "b"\n    config_class ='))
     environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", SCRIPT, *(str(tmp_path / name) for name in ("target", "draft", "second"))]
+    names = ("target", "draft", "second", "a/draft", "b/draft", "a/draft")
+    command = [sys.executable, "-c", SCRIPT, *(str(tmp_path / name) for name in names)]
     prompt = json.dumps(prompt[0].tolist())
     result = subprocess.run(command, input=prompt, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert json.loads(result.stdout.splitlines()[-1]) == []
+    *of_folders, loaded = result.stdout.splitlines()
+    assert of_folders[-3:] == ["a a", "b b", "a a"] and json.loads(loaded) == []
+    assert files_in(tmp_path / "draft") == files_in(tmp_path / "second") >= {"custom_generate/generate.py"}
     config = json.loads((tmp_path / "second" / "config.json").read_text())
     assert config == json.loads((tmp_path / "draft" / "config.json").read_text())
 
@@ -114,22 +154,6 @@ def test_the_travelling_code_imports_only_torch_and_transformers(name):
 def test_what_it_logs_is_shown_and_silenced_with_transformers(name):
     module = importlib.import_module(f"hf_eagle3.remote_code.{name.removesuffix('.py')}")
     assert not hasattr(module, "logger") or module.logger.name == "transformers.eagle3"
-
-
-def test_importing_the_package_loads_nothing_heavy_and_needs_nothing_but_what_it_brings():
-    """`pip install hf-eagle3` brings no trl and no datasets: what training needs is named."""
-    script = (
-        "import sys, hf_eagle3\n"
-        "print([m for m in ('trl', 'datasets', 'hf_eagle3.remote_code', 'hf_eagle3.checkpoints') if m in sys.modules])\n"
-        "from hf_eagle3 import Eagle3ForSpeculation\n"
-        "print([m for m in ('trl', 'datasets', 'hf_eagle3.training') if m in sys.modules])\n"
-        "sys.modules |= {'trl': None, 'datasets': None}\n"
-        "try: hf_eagle3.Eagle3Trainer\n"
-        "except ModuleNotFoundError as error: print(error)\n"
-    )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert result.stdout.splitlines()[:2] == ["[]", "[]"], result
-    assert result.stdout.count("pip install 'hf-eagle3[train]'") == 1, result
 
 
 # What the code that comes with a draft uses beyond torch and transformers, and what transformers requires. None of it
@@ -259,47 +283,37 @@ def changed():
         if was.get(name) is not value
     )
 
+def loaded(*names):
+    return [name for name in names if name in sys.modules]
+
 sys.addaudithook(audit)
+import hf_eagle3
+
+assert loaded("trl", "datasets", "hf_eagle3.remote_code", "hf_eagle3.checkpoints") == []
 from hf_eagle3 import AssistantMixin
 
 for_assistants = changed()  # without any draft
-import hf_eagle3.remote_code.modeling_eagle3
+from hf_eagle3 import Eagle3ForSpeculation
 
 assert changed() == for_assistants
+assert loaded("trl", "datasets", "hf_eagle3.training") == []
 print(reached, changed())
+sys.modules |= {"trl": None, "datasets": None}  # `pip install hf-eagle3` brings neither
+try:
+    hf_eagle3.Eagle3Trainer
+except ModuleNotFoundError as error:
+    print(error)
 """
 
 
-def test_importing_it_touches_these_methods_and_nothing_else():
+def test_importing_it_touches_these_methods_and_loads_nothing_heavy():
+    """What training needs is named."""
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     result = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr[-2000:]
-    assert result.stdout.strip().splitlines()[-1] == (
+    touched, missing = result.stdout.strip().splitlines()[-2:]
+    assert "pip install 'hf-eagle3[train]'" in missing
+    assert touched == (
         "[] ['AutoConfig.from_pretrained', 'GenerationMixin._assisted_decoding', "
         "'GenerationMixin._validate_generation_mode', 'GenerationMixin.generate', 'GenerationMixin.generate_batch']"
     )
-
-
-TWO_FOLDERS = """
-import sys
-from transformers import AutoModel
-for folder in sys.argv[1:]:
-    draft = AutoModel.from_pretrained(folder, trust_remote_code=True)
-    print(folder.split("/")[-2], getattr(type(draft), "OF", "a"))
-"""
-
-
-def test_two_folders_of_one_name_run_each_its_own_code(tmp_path):
-    draft = make_draft(make_target("llama"), [make_prompt(5)])
-    for name in "ab":
-        draft.save_pretrained(tmp_path / name / "draft")
-    changed = tmp_path / "b" / "draft" / "draft_model_eagle3.py"
-    changed.write_text(changed.read_text().replace("    config_class =", '    OF = "b"\n    config_class ='))
-    a, b = str(tmp_path / "a" / "draft"), str(tmp_path / "b" / "draft")
-    result = subprocess.run(
-        [sys.executable, "-c", TWO_FOLDERS, a, b, a],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")},
-    )
-    assert result.stdout.splitlines() == ["a a", "b b", "a a"], result.stderr[-3000:]

@@ -26,6 +26,7 @@ from hf_eagle3.remote_code.verify_eagle3 import Verifier
 
 
 STATIC = {"cache_implementation": "static"}
+WARPED = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}
 PROMPTS = [make_prompt(5), make_prompt(40)]  # windows and chunks are of 16 tokens
 
 
@@ -219,8 +220,10 @@ def test_the_returned_cache_can_be_continued_from(target, oracle):
     assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral-window", "llama4", "gemma4-shared-kv"])
-@pytest.mark.parametrize("max_new_tokens", [4, 30])
+@pytest.mark.parametrize(
+    ("family", "max_new_tokens"),
+    each_once(["llama", "gemma3", "mistral-window", "llama4", "gemma4-shared-kv"], [30, 4]),
+)
 def test_the_returned_cache_is_as_large_as_plain_generates(family, max_new_tokens):
     if family == "llama4" and not CAN_SELECT_HIDDEN_STATES:
         pytest.skip("transformers before 5.23 makes no masks for static caches of Llama 4, with or without a draft")
@@ -264,7 +267,8 @@ def test_a_prompt_in_chunks_does_not_allocate_a_cache_twice(target, monkeypatch)
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.8 compiles again for each new static cache")
 @pytest.mark.parametrize("policy", ["static", "auto"])
-def test_nothing_is_compiled_twice(target, policy):
+def test_nothing_is_compiled_twice(policy):
+    target = make_target("llama", num_hidden_layers=2)
     draft = make_draft(target, PROMPTS)
     draft.generation_config.update(tree_depth=3, branching_factor=2, num_assistant_tokens=5, tree_policy=policy)
     torch._dynamo.reset()
@@ -292,9 +296,9 @@ def test_nothing_is_compiled_twice(target, policy):
     assert policy == "auto" or graphs == 4 and max(draft.last_generation.accepted_lengths) > 1
 
 
-def test_the_state_after_the_last_layer_is_compiled(target):
+def test_the_state_after_the_last_layer_is_compiled():
     """It is kept by hooks, which are in the graph."""
-    layer_ids = [1, 2, target.config.num_hidden_layers]
+    target, layer_ids = make_target("llama", num_hidden_layers=2), [0, 1, 2]
     draft = Eagle3ForSpeculation.from_target(target, eagle_aux_hidden_state_layer_ids=layer_ids).eval()
     draft.generation_config.update(tree_depth=1, branching_factor=2, num_assistant_tokens=2, tree_policy="static")
     counters.clear()
@@ -361,10 +365,10 @@ def waiting_host(monkeypatch):
     return looks
 
 
-@pytest.mark.parametrize("cache", [{}, STATIC], ids=["dynamic", "static"])
-@pytest.mark.parametrize("policy", ["static", "auto"])
 @pytest.mark.parametrize(
-    "sampling", [{}, {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}], ids=["greedy", "sampling"]
+    ("cache", "policy", "sampling"),
+    [({}, "static", {}), ({}, "auto", WARPED), (STATIC, "static", WARPED), (STATIC, "auto", {})],
+    ids=["dynamic-static-greedy", "dynamic-auto-sampling", "static-static-sampling", "static-auto-greedy"],
 )
 def test_a_step_waits_for_the_device_once(waiting_host, target, cache, policy, sampling):
     if policy == "auto" and not CAN_SELECT_HIDDEN_STATES:
@@ -574,7 +578,7 @@ def test_a_capture_that_fails(monkeypatch, graphs, target, caplog):
     assert SimulatedGraph.has_failed
 
 
-def test_a_tree_is_compiled_for_its_own_shape(target):
+def test_a_tree_is_compiled_for_its_own_shape():
     """Kernels for trees of any size would be slower, and take longer to compile."""
     numbers = []
 
@@ -586,6 +590,7 @@ def test_a_tree_is_compiled_for_its_own_shape(target):
         return graph
 
     torch._dynamo.reset()
+    target = make_target("llama", num_hidden_layers=2)
     draft, config = make_draft(target, PROMPTS), CompileConfig(backend=backend, mode=None)
     config._compile_all_devices = True
     settings = {"max_new_tokens": 20, "do_sample": False, **STATIC, "compile_config": config}

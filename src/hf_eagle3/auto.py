@@ -172,9 +172,10 @@ def kind_of_draft(
         names = tensor_names_on_hub(name_or_path, is_certain, **hub_kwargs) if may_be else []
     if names:
         return next((kind for kind in (is_draft, is_block_draft) if kind(names)), None), names
-    path = weights_file(name_or_path, **{**hub_kwargs, **LOCAL})  # it may have been fetched since
-    if path is not None and may_be_draft(content)[1]:  # transformers would not say what is broken
+    if may_be_draft(content)[1]:  # transformers would not say what is broken
         from .file_checks import read_file, read_index
 
-        (read_index if path.suffix == ".json" else read_file)(path)
+        path = weights_file(name_or_path, **{**hub_kwargs, **LOCAL})  # it may have been fetched since
+        if path is not None:
+            (read_index if path.suffix == ".json" else read_file)(path)
     return None, []

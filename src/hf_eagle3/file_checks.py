@@ -109,7 +109,7 @@ def check_dtypes(dtypes: Mapping[str, Any], place: str | Path) -> None:
     unscaled floating-point numbers.
     """
     # As safetensors calls dtypes, or torch.
-    is_quantized = re.compile(r"[IU]|F8|torch\.(u?int|float8)")
+    is_quantized = re.compile(r"[IU]|F[48]|BOOL|torch\.(q?u?int|float[48]|bool)")
     names = sorted(
         name for name, dtype in dtypes.items() if name.endswith("weight") and is_quantized.match(str(dtype))
     )

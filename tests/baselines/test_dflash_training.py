@@ -141,7 +141,7 @@ def test_a_sample_of_all_tokens_is_the_vocabulary(monkeypatch):
     assert torch.equal(sampled.num_correct, whole.num_correct)
     torch.manual_seed(0)
     with torch.no_grad():
-        estimates = [draft_loss(draft, batch, 4, num_sampled=VOCAB_SIZE // 2).loss_sums for _ in range(100)]
+        estimates = [draft_loss(draft, batch, 4, num_sampled=VOCAB_SIZE // 2).loss_sums for _ in range(5)]
     assert torch.stack(estimates).std(dim=0).min() > 0
 
 

@@ -1,19 +1,17 @@
 """Drafts of others by `AutoModel`, once `hf_eagle3` is imported; and everything else as before."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import make_baseline, make_draft, make_prompt, make_target
-from loopback_hub import serve_hub
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from huggingface_hub import HfApi
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaModel
 
 from hf_eagle3 import Eagle3Config, Eagle3ForSpeculation
+from hf_eagle3.baselines import DFlashConfig, DFlashForSpeculation
 from hf_eagle3.checkpoints import export, target_class
 from hf_eagle3.tokenizer import load_tokenizer
 
@@ -68,20 +66,8 @@ def test_of_other_formats(tmp_path, to):
     assert loaded.last_generation.acceptance_length > 1
 
 
-def test_by_name_of_the_hub(tmp_path):
+def test_by_name_of_the_hub(tmp_path, hub):
     """The header of a file tells what it holds: no weights are fetched to know that they are not a draft's."""
-    script = """
-import sys, hf_eagle3
-from pathlib import Path
-from huggingface_hub import HfApi, constants
-from transformers import AutoConfig, AutoModel
-for name in ("speculator.eagle3", "sglang", "dflash", "target"):
-    HfApi().create_repo("me/" + name)
-    HfApi().upload_folder(repo_id="me/" + name, folder_path=Path(sys.argv[1], name))
-    config = AutoConfig.from_pretrained("me/" + name)
-    cached = {path.name for path in Path(constants.HF_HUB_CACHE, "models--me--" + name).rglob("*.safetensors")}
-    print(name, type(config).__name__, type(AutoModel.from_pretrained("me/" + name)).__name__, *cached)
-"""
     target = make_target("llama", num_hidden_layers=1)  # which is asked about, since drafts have one layer, too
     target.save_pretrained(tmp_path / "target")
     make_baseline("dflash", target).save_pretrained(tmp_path / "dflash")
@@ -91,19 +77,19 @@ for name in ("speculator.eagle3", "sglang", "dflash", "target"):
     config = json.loads((tmp_path / "sglang" / "config.json").read_text())
     plain = {key: value for key, value in config.items() if not any(word in key for word in ("eagle", "draft"))}
     (tmp_path / "sglang" / "config.json").write_text(json.dumps({**plain, "architectures": ["LlamaForCausalLM"]}))
-    with serve_hub() as hub:
-        result = subprocess.run(
-            [sys.executable, "-c", script, tmp_path],
-            capture_output=True,
-            text=True,
-            env={**os.environ, **hub.environment(tmp_path / "home")},
-        )
-    assert result.stdout.splitlines() == [
-        "speculator.eagle3 Eagle3Config Eagle3ForSpeculation",
-        "sglang Eagle3Config Eagle3ForSpeculation model.safetensors",
-        "dflash DFlashConfig DFlashForSpeculation",
-        "target LlamaConfig LlamaModel",
-    ], result.stderr
+    found = {}
+    for name in ("speculator.eagle3", "sglang", "dflash", "target"):
+        HfApi().create_repo(f"me/{name}")
+        HfApi().upload_folder(repo_id=f"me/{name}", folder_path=tmp_path / name)
+        config = AutoConfig.from_pretrained(f"me/{name}")
+        cached = [path.name for path in (tmp_path / "cache" / f"models--me--{name}").rglob("*.safetensors")]
+        found[name] = type(config), type(AutoModel.from_pretrained(f"me/{name}")), cached
+    assert found == {
+        "speculator.eagle3": (Eagle3Config, Eagle3ForSpeculation, []),
+        "sglang": (Eagle3Config, Eagle3ForSpeculation, ["model.safetensors"]),
+        "dflash": (DFlashConfig, DFlashForSpeculation, []),
+        "target": (LlamaConfig, LlamaModel, []),
+    }
 
 
 def test_what_is_no_draft_loads_as_before(tmp_path, target, tokenizer):

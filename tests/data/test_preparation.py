@@ -314,7 +314,7 @@ def test_bad_data(tokenizer, tmp_path):
     with pytest.raises(ValueError, match=r"has columns \['content'\]"):
         make_trainer(tokenizer, {"content": ["abc"]}, tmp_path)
     for trainer_class in (Eagle3Trainer, partial(Eagle3Trainer, formatting_func=lambda row: row["text"])):
-        with pytest.raises(ValueError, match="no rows"):
+        with pytest.raises(ValueError, match="^The train data has no rows"):
             make_trainer(tokenizer, {"text": []}, tmp_path, trainer_class=trainer_class)
     turns = chat()["messages"]
     for column, rows in (

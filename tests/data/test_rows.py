@@ -8,7 +8,8 @@ from datasets import Dataset, Features, Json, List
 
 from hf_eagle3.data import read_prompt, read_row
 from hf_eagle3.data.conversation import Conversation
-from hf_eagle3.data.rows import RowError, kind_of, summary
+from hf_eagle3.data.rows import kind_of, summary
+from hf_eagle3.data.values import RowError
 
 
 U, A = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}

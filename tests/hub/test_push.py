@@ -6,19 +6,17 @@ import shutil
 from concurrent.futures import Future
 from contextlib import nullcontext
 
-import huggingface_hub.constants
-import huggingface_hub.hf_api
+import huggingface_hub
 import pytest
 import torch
 from conftest import make_baseline, make_draft, make_prompt, make_target
 from datasets import Dataset
 from hub.test_card import BENCHMARK, TRAINING
-from huggingface_hub import HfApi, ModelCard, RepoCard
+from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import LocalEntryNotFoundError
-from loopback_hub import VALIDATES_CARDS_HERE, serve_hub
+from loopback_hub import VALIDATES_CARDS_HERE
 from peft import LoraConfig
 from transformers import AutoModel
-from transformers.utils import hub as transformers_hub
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.checkpoints import export
@@ -29,28 +27,6 @@ from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 
 
 REPO = "me/tiny-speculator.eagle3"
-
-
-@pytest.fixture
-def hub(monkeypatch, tmp_path):
-    """The client of this process talks to a Hub on this machine, with a cache of its own."""
-    with serve_hub() as hub:
-        for name, value in {
-            "ENDPOINT": hub.url,
-            "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
-            "HF_HUB_CACHE": str(tmp_path / "cache"),
-            "HF_HUB_OFFLINE": False,
-            "HF_HUB_DISABLE_XET": True,
-            "HF_TOKEN_PATH": str(tmp_path / "token"),
-        }.items():
-            monkeypatch.setattr(huggingface_hub.constants, name, value)
-        monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.url)
-        monkeypatch.setattr(transformers_hub, "_hf_api", None)
-        monkeypatch.setenv("HF_TOKEN", "hf_test")
-        if not VALIDATES_CARDS_HERE:
-            monkeypatch.setattr(RepoCard, "validate", lambda card, **kwargs: None)
-        hub.repos["big/Model-8B"] = {"main": [{}]}  # the target
-        yield hub
 
 
 @pytest.fixture

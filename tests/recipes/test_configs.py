@@ -186,15 +186,15 @@ def test_steps_on_a_tiny_model_of_the_same_class(name, tmp_path, tokenizer, monk
     common = ["--config", RECIPES / f"{name}.yaml", "--model_name_or_path", tmp_path / "target", "--dtype", "float32"]
     common += ["--dataset_name", tmp_path / "chats.jsonl", "--dataset_train_split", "train", "--eval_strategy", "no"]
     common += ["--model_init_kwargs", json.dumps({"model_type": "llama"}), "--draft_vocab_size", 24]
-    common += ["--max_length", 512, "--max_steps", 5, "--save_steps", 5, "--output_dir", tmp_path / "draft"]
+    common += ["--max_length", 512, "--max_steps", 2, "--save_steps", 2, "--output_dir", tmp_path / "draft"]
     common += ["--bf16", "False", "--use_cpu", "True", "--report_to", "none", "--gradient_accumulation_steps", 1]
     run_recipe("train.py", *common)
     target = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32).eval()
     draft = Eagle3ForSpeculation.from_pretrained(tmp_path / "draft")
     prompt, settings = make_prompt(12), {"max_new_tokens": 12, "do_sample": False}
     assert torch.equal(target.generate(prompt, assistant_model=draft, **settings), target.generate(prompt, **settings))
-    history = json.loads((tmp_path / "draft" / "checkpoint-5" / "trainer_state.json").read_text())
-    assert history["global_step"] == 5
+    history = json.loads((tmp_path / "draft" / "checkpoint-2" / "trainer_state.json").read_text())
+    assert history["global_step"] == 2
 
     if name not in WITH_FEATURES:
         return

@@ -1,16 +1,13 @@
 """`recipes/inspect_draft.py` and `recipes/export.py` as users call them."""
 
 import json
-import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import RECIPES, make_baseline, make_draft, make_prompt, make_target
+from conftest import make_baseline, make_draft, make_prompt, make_target
 from huggingface_hub import HfApi
-from loopback_hub import serve_hub
 from transformers import AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation
@@ -211,53 +208,40 @@ def test_which_states_are_read_is_said(tmp_path, run_recipe, ids, alone, with_ta
         assert expected in line, result.stdout
 
 
-def test_a_branch_for_sglang(tmp_path):
+def test_a_branch_for_sglang(tmp_path, hub, run_recipe):
     """From the Hub, and back to a branch of the same repo, over HTTP."""
     make_draft(make_target("llama"), [make_prompt(5)]).save_pretrained(tmp_path / "draft")
     repo, folder = "me/tiny-speculator.eagle3", str(tmp_path / "sglang")
-    # The branch is read by its format, from the Hub.
-    commands = [
-        ["export.py", repo, "--to", "sglang", "--output_dir", folder, "--push_to", repo, "--revision", "sglang"],
-        ["inspect_draft.py", repo, "--draft_revision", "sglang"],
-        ["export.py", repo, "--to", "sglang", "--output_dir", f"{folder}-2", "--push_to", "exports"],  # a new repo
+    files = {path.name: path.read_bytes() for path in (tmp_path / "draft").iterdir() if path.is_file()}
+    others = {f"small/{name}": content for name, content in files.items()}
+    hub.repos[repo] = {"main": [files], "two": [others]}
+    code = {**files, "custom_generate/generate.py": b"", "README.md": b"# Mine", "notes.json": b"{}"}
+    hub.repos["me/others"] = {"main": [{**code, **others}], "refs/pr/1": [{}]}
+    in_folder = (repo, "--draft_revision", "two", "--draft_subfolder", "small", "--to", "sglang", "--output_dir")
+    for command in (
+        ("export.py", repo, "--to", "sglang", "--output_dir", folder, "--push_to", repo, "--revision", "sglang"),
+        ("inspect_draft.py", repo, "--draft_revision", "sglang"),  # the branch is read by its format
+        ("export.py", repo, "--to", "sglang", "--output_dir", f"{folder}-2", "--push_to", "exports"),  # a new repo
         # A draft in a folder of a branch, over the main branch of a repo and into a pull request.
-        *(
-            ["export.py", repo, "--draft_revision", "two", "--draft_subfolder", "small", "--to", "sglang"]
-            + ["--output_dir", f"{folder}-{number}", "--push_to", "me/others", "--revision", revision]
-            for number, revision in ((3, "main"), (4, "refs/pr/1"))
-        ),
-    ]
-    script = f"""
-import runpy, sys
-for sys.argv in {commands}:
-    try:
-        runpy.run_path({str(RECIPES)!r} + "/" + sys.argv[0], run_name="__main__")
-    except SystemExit as error:
-        assert not error.code, error.code
-"""
-    with serve_hub() as hub:
-        files = {path.name: path.read_bytes() for path in (tmp_path / "draft").iterdir() if path.is_file()}
-        others = {f"small/{name}": content for name, content in files.items()}
-        hub.repos[repo] = {"main": [files], "two": [others]}
-        code = {**files, "custom_generate/generate.py": b"", "README.md": b"# Mine"}
-        hub.repos["me/others"] = {"main": [{**code, **others}], "refs/pr/1": [{}]}
-        environment = {**os.environ, **hub.environment(tmp_path / "cache")}
-        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+        ("export.py", *in_folder, f"{folder}-3", "--push_to", "me/others", "--revision", "main"),
+        ("export.py", *in_folder, f"{folder}-4", "--push_to", "me/others", "--revision", "refs/pr/1"),
+    ):
+        result = run_recipe(*command)
         assert result.returncode == 0, result.stderr[-3000:]
-        branches = hub.repos[repo]
+        assert ("format            sglang" in result.stdout) == (command[0] == "inspect_draft.py")
+    branches = hub.repos[repo]
     assert len(branches["main"]) == 1
     pushed = branches["sglang"][-1]
     assert hub.repos["me/exports"]["sglang"][-1] == {
         name: pushed[name] for name in ("config.json", "model.safetensors")
     }
     of_branches = hub.repos["me/others"]
-    kept = {**others, "README.md": b"# Mine"}
+    kept = {**others, "README.md": b"# Mine", "notes.json": b"{}"}
     exported = {name: pushed[name] for name in ("config.json", "model.safetensors")}
     assert of_branches["main"][-1] == {**kept, **exported} and of_branches["refs/pr/1"][-1] == exported
     assert json.loads(pushed["config.json"])["architectures"] == ["LlamaForCausalLMEagle3"]
     assert not [name for name in pushed if name.endswith(".py")] and "generation_config.json" not in pushed
     assert pushed["model.safetensors"] == (tmp_path / "sglang" / "model.safetensors").read_bytes()
-    assert "format            sglang" in result.stdout
 
 
 def test_a_branch_does_not_name_a_folder(tmp_path, monkeypatch, run_recipe):

@@ -64,8 +64,9 @@ def kind_of_data(dataset: Dataset | IterableDataset, text_field: str, name: str)
     Raises:
         ValueError: if the data has no rows, or no column to train on.
     """
+    first = first_row(dataset, name)
     try:
-        return kind_of(first_row(dataset, name), text_field)
+        return kind_of(first, text_field)
     except ValueError as error:
         raise ValueError(f"The {name} data {error}") from None
 

@@ -8,9 +8,11 @@ from typing import Any
 
 from datasets import Features, Json, List, Value
 
+from .messages import CONVERSATIONS
+
 
 # Columns that may hold dictionaries.
-STRUCTURED = ("messages", "conversations", "prompt", "completion", "tools", "functions", "chat_template_kwargs")
+STRUCTURED = (*CONVERSATIONS, "prompt", "completion", "tools", "functions", "chat_template_kwargs")
 
 
 def without_added_nulls(row: Mapping[str, Any], features: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -154,7 +154,7 @@ def encode_prompt(
 ) -> dict[str, Any]:
     """
     Returns the `prompt` of the next answer and its `input_ids`; with images also `image_data` and `image_text`, see
-    [`~hf_eagle3.data.RowEncoder`]. The answer may have `room` tokens, and the target's table, if it has one, so many `positions`.
+    [`~hf_eagle3.data.RowEncoder`]. The answer may have `room` tokens. `positions` is the size of the target's table, if it has one.
     Raises `RowError` if the prompt cannot be rendered, is empty, or is too long, or an image is missing (`UnreachableError`).
     """
     if conversation.images and images is None:

@@ -1,4 +1,4 @@
-"""What is wrong with a row, and reading its values."""
+"""Errors about rows, and reading the values of a row."""
 
 import json
 from collections.abc import Sized
@@ -37,6 +37,7 @@ def as_list(value: Any, where: str, of_what: str = "of dictionaries") -> list:
 
 
 def from_json(value: Any, name: str) -> Any:
+    """Returns a value, parsed if it is JSON text; `None` for an empty text. Raises `RowError` if a text is not JSON."""
     if not isinstance(value, str):
         return value
     if not value.strip():
@@ -48,9 +49,11 @@ def from_json(value: Any, name: str) -> Any:
 
 
 def is_something(value: Any) -> bool:
+    """Whether a value is neither `None` nor empty."""
     return value is not None and not (isinstance(value, Sized) and len(value) == 0)
 
 
 def shown(value: Any) -> str:
+    """Returns a value for a message, cut if it is long."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

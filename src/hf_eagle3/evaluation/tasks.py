@@ -14,7 +14,8 @@ from transformers.utils import logging
 from ..data.conversation import Conversation
 from ..data.images import ImageReader
 from ..data.regeneration import encode_prompt
-from ..data.rows import Row, RowError, read_json_lines, read_prompt
+from ..data.rows import Row, read_json_lines, read_prompt
+from ..data.values import RowError
 from ..tokenizer import PromptEncoder
 from .benchmark import Prompt
 

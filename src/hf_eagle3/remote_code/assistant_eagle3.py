@@ -220,7 +220,7 @@ def decode_or_assist(decode: Callable, target: Any, /, *args: Any, assistant_mod
 
 
 def generate_with_assistant(generate: Callable, target: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """`generate` or `generate_batch` that takes settings of trees as arguments, and warns if the assistant never decoded."""
+    """`generate` or `generate_batch` that takes settings of trees as arguments, and warns if an assistant with its own decoding never decoded."""
     _, *names = inspect.signature(generate).parameters
     arguments = {**dict(zip(names, args)), **kwargs}
     assistant: Any = arguments.get("assistant_model")

@@ -31,7 +31,7 @@ SLIDING_LINEAR = "LinearAttentionAndSlidingWindowAttentionLayer"
 
 
 def additive_mask(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """0 where attention is allowed, else the lowest number. Fused kernels copy masks whose rows do not begin at multiples of 8."""
+    """0 where attention is allowed, else the lowest number. Rows begin at multiples of 8, because fused kernels copy other masks."""
     length = allowed.shape[-1]
     shape = *allowed.shape[:-1], length + -length % 8
     mask = torch.full(shape, torch.finfo(dtype).min, dtype=dtype, device=allowed.device)[..., :length]
@@ -320,17 +320,20 @@ def keep_path(cache: Cache, padded: torch.Tensor) -> tuple[()]:
     Moves some of the last `N` entries to their front. A static cache forgets the others. `padded` `(N + 1,)` has the
     ascending indices, zeros, and their number. Shapes do not depend on it, so this can be captured or compiled.
     """
-    num_new = len(padded) - 1
-    for layer in cache.layers:
-        if not has_keys(layer):
-            continue
-        padded, has_slots = padded.to(layer.keys.device), type(layer) is StaticLayer
-        path, count = padded.split([num_new, 1])
-        begin = (layer.cumulative_length if has_slots else layer.keys.shape[-2]) - num_new
-        target = begin + torch.arange(num_new, device=path.device)
+    num_new, device = len(padded) - 1, None
+    for layer in filter(has_keys, cache.layers):
+        if layer.keys.device != device:
+            device = layer.keys.device
+            path, count = padded.to(device).split([num_new, 1])
+            front = torch.arange(num_new, device=device)
+        begin = layer.cumulative_length - num_new if type(layer) is StaticLayer else None
         for states in (layer.keys, layer.values):
-            states.index_copy_(-2, target, states.index_select(-2, begin + path))
-        if has_slots:
+            if begin is None:
+                new = states[..., -num_new:, :]
+                new.index_copy_(-2, front, new.index_select(-2, path))
+            else:
+                states.index_copy_(-2, begin + front, states.index_select(-2, begin + path))
+        if begin is not None:
             layer.cumulative_length.add_(count[0] - num_new)
     return ()
 

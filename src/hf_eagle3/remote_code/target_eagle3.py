@@ -311,7 +311,10 @@ def has_plain_modules(model: PreTrainedModel, known: tuple[str, ...]) -> bool:
 
 
 def position_limits(config: PreTrainedConfig) -> list[tuple[str, int]]:
-    """Kind and position of each switch of all rotary frequencies. If the target looks positions up, the size of its `"table"`."""
+    """
+    Kind and length of each rotary scaling that changes all frequencies when a forward reaches that position. If the target
+    looks positions up instead, the size of its `"table"`.
+    """
     rope = getattr(config, "rope_parameters", None) or {}
     table = None if rope else getattr(config, "max_position_embeddings", None)
     limits = [] if table is None else [("table", table)]

@@ -136,8 +136,8 @@ class DraftTree:
         """
         if self._on_host is not None and not others:
             return self._on_host
-        confidences = torch.zeros_like(self.tokens[:, 1:]) if self.confidences is None else self.confidences
-        unread = F.pad(confidences, (1, 0)), self.tokens, self.parents, *others
+        confidences = torch.zeros_like(self.tokens) if self.confidences is None else F.pad(self.confidences, (1, 0))
+        unread = confidences, self.tokens, self.parents, *others
         of_draft, *read = torch.stack([each.float() for each in unread]).tolist()
         tokens, parents, *lists = ([list(map(int, row)) for row in rows] for rows in read)  # exact up to 2**24
         self._on_host = tokens, parents, of_draft

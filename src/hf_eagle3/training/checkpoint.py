@@ -69,8 +69,8 @@ def what_is_broken(folder: str | Path) -> str | None:
 
 def last_whole_checkpoint(folder: str | Path, may_be_none: bool = False) -> str | None:
     """
-    Returns the newest whole checkpoint in a training's output folder. Warns of newer ones that it skips. Raises `ValueError` if
-    there is none, unless none was written to its end and it `may_be_none`.
+    Returns the newest whole checkpoint in a training's output folder. Warns of newer ones that it skips. If there is
+    none, raises `ValueError`, or returns `None` if it `may_be_none` and none was ever completed.
     """
     skipped = ""
     for checkpoint in reversed(sort_checkpoints(folder)):

@@ -37,7 +37,7 @@ NOT_OF_TRAINING = (
     "debug",
     "disable_tqdm",
     "do_",
-    "eos_token",
+    "eos_token",  # `to_dict` hides it, so `training_record` adds it
     "eval_on_start",
     "eval_packing",
     "eval_steps",
@@ -281,7 +281,7 @@ def training_record(trainer: Eagle3Trainer, state_dict: dict[str, torch.Tensor] 
         for name, value in non_defaults(args, args.to_dict()).items()
         if not name.startswith(NOT_OF_TRAINING)
     }
-    if args.eos_token is not None:  # `to_dict` hides all tokens, as those of the Hub
+    if args.eos_token is not None:  # hidden like tokens of the Hub
         arguments["eos_token"] = args.eos_token
     if (optimizer := trainer.callers_optimizer) is not None:  # it has its own learning rates
         arguments = {key: value for key, value in arguments.items() if "learning_rate" not in key}
