@@ -199,7 +199,7 @@ class PromptEncoder:
             if message.get("tools"):
                 what, content = "tools of a message. Write them into the column `tools`", None
                 instead = [{name: value for name, value in message.items() if name != "tools"}]
-            elif len(calls := message.get("tool_calls") or ()) > 1 and not names_call(content, calls[1]):
+            elif len(calls := message.get("tool_calls") or []) > 1 and not names_call(content, calls[1]):
                 what, content = "tool calls after a message's first", None  # gpt-oss's template does
                 instead = [{**message, "tool_calls": calls[:1]}]
             elif calls and not content:  # a content may have them, too
