@@ -1,14 +1,15 @@
 """Reading and writing the files of a checkpoint, in a folder or on the Hub."""
 
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import HfApi
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 from safetensors.torch import save_file
 from torch.nn import Parameter
@@ -211,3 +212,22 @@ def save_checkpoint(folder: str | Path, config: dict[str, Any], tensors: dict[st
         metadata={"format": "pt"},
     )
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def operations(
+    folder: Path, held: Iterable[str], replaced: Collection[str]
+) -> list[CommitOperationAdd | CommitOperationDelete]:
+    """
+    Returns what puts the files of a folder into a repo that has files with the names `held`. Those of an earlier push, by the
+    patterns `replaced`, are deleted. Files in folders stay unless a pattern names them: they may be checkpoints, or other drafts.
+    """
+
+    def is_replaced(name: str) -> bool:  # `*` would match slashes, too
+        return any(fnmatchcase(name, each) and name.count("/") == each.count("/") for each in replaced)
+
+    new = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    old = set(filter(is_replaced, held))
+    return [
+        *(CommitOperationDelete(name) for name in sorted(old - new.keys())),
+        *(CommitOperationAdd(name, path) for name, path in new.items()),
+    ]

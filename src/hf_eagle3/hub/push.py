@@ -3,8 +3,7 @@
 import json
 import re
 import tempfile
-from collections.abc import Collection, Iterable, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Sequence
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -12,8 +11,6 @@ import torch
 import yaml
 from huggingface_hub import (
     CommitInfo,
-    CommitOperationAdd,
-    CommitOperationDelete,
     HfApi,
     ModelCard,
     get_token,
@@ -28,7 +25,7 @@ from huggingface_hub.errors import (
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from ..checkpoints.files import check_new_folder, check_repo, full_name, verifier_without_path
+from ..checkpoints.files import check_new_folder, check_repo, full_name, operations, verifier_without_path
 from ..environment import is_missing_folder, is_path, public_name, without_paths
 from ..evaluation import BenchmarkResults, plot_all
 from ..evaluation.plots import PLOTS
@@ -165,32 +162,13 @@ def push_draft(
         # `upload_folder` may need several commits, and deletes in folders, too.
         return api.create_commit(
             repo_id,
-            operations(Path(folder), api.list_repo_files(repo_id, revision=revision, token=token)),
+            operations(Path(folder), api.list_repo_files(repo_id, revision=revision, token=token), REPLACED),
             commit_message=commit_message or "Upload draft",
             commit_description=commit_description,
             token=token,
             revision=revision,
             create_pr=create_pr,
         )
-
-
-def operations(
-    folder: Path, held: Iterable[str], replaced: Collection[str] = REPLACED
-) -> list[CommitOperationAdd | CommitOperationDelete]:
-    """
-    Returns what puts the files of a folder into a repo that has files with the names `held`. Those of an earlier push, by the
-    patterns `replaced`, are deleted. Files in folders stay unless a pattern names them: they may be checkpoints, or other drafts.
-    """
-
-    def is_replaced(name: str) -> bool:  # `*` would match slashes, too
-        return any(fnmatchcase(name, each) and name.count("/") == each.count("/") for each in replaced)
-
-    new = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    old = set(filter(is_replaced, held))
-    return [
-        *(CommitOperationDelete(name) for name in sorted(old - new.keys())),
-        *(CommitOperationAdd(name, path) for name, path in new.items()),
-    ]
 
 
 def write_draft(
