@@ -108,7 +108,7 @@ def push(owner: str, create: bool, title: str, overwrite_card: bool) -> None:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--push_to", metavar="OWNER", help="User or organisation whose cards are refreshed on the Hub")
+    parser.add_argument("--push_to", metavar="OWNER", help="User or organization whose cards are refreshed on the Hub")
     parser.add_argument("--create", action="store_true", help="Also make repos for recipes that have none")
     parser.add_argument("--title", default="EAGLE-3 drafts", help="Title of the collection")
     parser.add_argument("--overwrite_card", action="store_true", help="Replace cards that were edited by hand")
