@@ -2,7 +2,7 @@
 # dependencies = ["hf-eagle3[train]"]
 # ///
 """
-Renders the cards of all pairings into `model_cards/`, or pushes them to an owner's repos and gathers these in a collection.
+Renders the cards of all targets in `model_cards/pairings.yaml`, or pushes them to an owner's repos and gathers these in a collection.
 
     python recipes/model_cards.py                   # renders them again from the recipes, the records and pairings.yaml
     python recipes/model_cards.py --push_to my-org  # refreshes the cards of my-org/*-speculator.eagle3, and the collection
