@@ -114,21 +114,25 @@ def parse_arguments():
         nargs="+",
         default=[1],
         dest="batch_sizes",
-        help="By default 1",
+        help="Prompts in a call. By default 1",
     )
     parser.add_argument(
         "--temperatures", nargs="+", type=float, default=[0.0, 1.0], help="By default 0 (greedy) and 1"
     )
     for name, kind in (("top_k", int), ("top_p", float)):
-        parser.add_argument(f"--{name}", type=kind, help="For sampling. By default `generate` decides")
-    parser.add_argument("--max_new_tokens", type=positive_integer, default=128, help="By default %(default)s")
+        parser.add_argument(f"--{name}", type=kind, help="For sampling. By default the target's own setting")
+    parser.add_argument(
+        "--max_new_tokens", type=positive_integer, default=128, help="New tokens per prompt. By default %(default)s"
+    )
     parser.add_argument(
         "--eos_token_id", type=int, nargs="+", help="Tokens that end a text, instead of the target's own"
     )
     parser.add_argument(
         "--num_prompts", type=positive_integer, help="How many prompts of each task, from the first on. By default all"
     )
-    parser.add_argument("--repeats", type=positive_integer, default=3, help="By default %(default)s")
+    parser.add_argument(
+        "--repeats", type=positive_integer, default=3, help="How often to measure. By default %(default)s"
+    )
     parser.add_argument(
         "--chat_template_path", help="Jinja file that replaces the chat template of the target's tokenizer"
     )

@@ -12,8 +12,8 @@ Other engines need their own format:
     python recipes/export.py my-draft --to gguf --target_gguf Qwen3-8B.gguf --output_dir draft-gguf
     python recipes/export.py my-draft --to openvino --python openvino/bin/python --output_dir draft-openvino
 
-`--push_to` pushes the result to a branch of the draft's Hub repo, so that one repo serves all engines. The branch has the
-format's name, or that of `--revision`:
+`--push_to` pushes the result to a branch of the draft's Hub repo, so that one repo serves all engines. The branch is
+named after the format, or by `--revision`:
 
     python recipes/export.py me/Qwen3-8B-speculator.eagle3 --to sglang --output_dir Qwen3-8B-eagle3-sglang \
         --push_to me/Qwen3-8B-speculator.eagle3

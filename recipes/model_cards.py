@@ -2,7 +2,7 @@
 # dependencies = ["hf-eagle3[train]"]
 # ///
 """
-Renders the cards of all pairings into `model_cards/`, or pushes them to an owner's repos and gathers these in a collection.
+Renders the cards of all targets in `model_cards/pairings.yaml`, or pushes them to an owner's repos and gathers these in a collection.
 
     python recipes/model_cards.py                   # renders them again from the recipes, the records and pairings.yaml
     python recipes/model_cards.py --push_to my-org  # refreshes the cards of my-org/*-speculator.eagle3, and the collection
@@ -108,7 +108,7 @@ def push(owner: str, create: bool, title: str, overwrite_card: bool) -> None:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--push_to", metavar="OWNER", help="User or organisation whose cards are refreshed on the Hub")
+    parser.add_argument("--push_to", metavar="OWNER", help="User or organization whose cards are refreshed on the Hub")
     parser.add_argument("--create", action="store_true", help="Also make repos for recipes that have none")
     parser.add_argument("--title", default="EAGLE-3 drafts", help="Title of the collection")
     parser.add_argument("--overwrite_card", action="store_true", help="Replace cards that were edited by hand")

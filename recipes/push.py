@@ -25,7 +25,7 @@ def main():
     parser.add_argument("--repo_id", help="By default <you>/<target>-speculator.eagle3")
     parser.add_argument("--benchmark", help="File that `recipes/benchmark.py --json` wrote for this draft")
     parser.add_argument("--target", help="Hub id of the target, if the draft names it differently")
-    parser.add_argument("--license", help="The Hub's id of a licence, such as apache-2.0, llama3.1 or other")
+    parser.add_argument("--license", help="The Hub's id of a license, such as apache-2.0, llama3.1 or other")
     parser.add_argument("--license_name", help="With --license other: its name")
     parser.add_argument("--license_link", help="With --license other: an address, or the name of a file in the repo")
     parser.add_argument(

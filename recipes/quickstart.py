@@ -234,7 +234,9 @@ def parse_arguments() -> argparse.Namespace:
         "--dataset_train_split", help="The split of --dataset, or a part: train[:1000]. By default train"
     )
     parser.add_argument("--prompts", help="JSON Lines file of held-out prompts. By default the end of the data set")
-    parser.add_argument("--output_dir", default="outputs/quickstart", help="By default %(default)s")
+    parser.add_argument(
+        "--output_dir", default="outputs/quickstart", help="Folder for both models. By default %(default)s"
+    )
     parser.add_argument(
         "--target_minutes", type=float, default=2, help="Time to train the small target. By default %(default)s"
     )
@@ -289,7 +291,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--max_new_tokens", type=int, help="New tokens per prompt. By default 48, or 96 for conversations"
     )
-    parser.add_argument("--repeats", type=positive_integer, default=1, help="By default %(default)s")
+    parser.add_argument(
+        "--repeats", type=positive_integer, default=1, help="How often to measure. By default %(default)s"
+    )
     parser.add_argument("--seed", type=int, default=0)
     # Many processors compute in bfloat16 only by emulation, at a third of float32's speed.
     parser.add_argument(

@@ -16,7 +16,7 @@ With an OpenAI-compatible server (vLLM, SGLang), which is faster:
 
 Each of the assistant's turns is replaced, and later answers see the new earlier ones. Prompts that are texts are continued, without
 a chat template. Rows with only a `text` are cut into prompts of `--prompt_tokens`, so that prompts and answers together are as long
-as the text. Rows may have images if the target takes them. New rows have their paths or the images themselves.
+as the text. Rows may have images if the target takes them. New rows keep the images, or their paths.
 
 Finished rows are written at once. After an interruption the same command continues, and tries failed rows again. Then train
 on the folder with `recipes/train.py --dataset_name ultrachat-qwen3-8b ...`, or push it with `--push_to_hub me/ultrachat-qwen3-8b`.

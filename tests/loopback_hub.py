@@ -131,7 +131,7 @@ def create_branch(self, body, repo, revision):
 
 def validate_yaml(self, body):
     """
-    As the Hub does, as far as its documentation tells: metadata is YAML, licence and pipeline are words, the licence is an id
+    As the Hub does, as far as its documentation tells: metadata is YAML, license and pipeline are words, the license is an id
     (all are in lower case), results are whole.
     """
     metadata = yaml.safe_load(json.loads(body)["content"].split("---\n")[1])

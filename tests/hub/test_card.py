@@ -161,7 +161,7 @@ def test_what_is_not_measured_says_so_once(draft):
     assert (
         "Data: not recorded" in text
         and "How it was trained is not recorded" in text
-        and "No licence is stated" in text
+        and "No license is stated" in text
     )
     assert "model-index" not in text and "Figures of others" not in text and "have not been trained" not in text
 

@@ -1,4 +1,4 @@
-"""Licences and what goes with them."""
+"""Licenses and what goes with them."""
 
 import pytest
 from huggingface_hub import ModelCard
@@ -20,7 +20,7 @@ def test_what_is_taken(stated):
     [
         (("other",), "needs a name and a link"),
         (("other", "nvidia-open-model-license"), "needs a name and a link"),
-        (("mit", "mine"), "are for the licence 'other', not for 'mit'"),
+        (("mit", "mine"), "are for the license 'other', not for 'mit'"),
         ((None, "mine", "LICENSE"), "Pass `--license other`"),
     ],
 )

@@ -126,7 +126,7 @@ def test_an_adapter_is_not_pushed_beside_a_whole_model(hub, draft, tokenizer, tm
         trainer.push_to_hub()
 
 
-def test_a_licence_of_another_name(hub, draft):
+def test_a_license_of_another_name(hub, draft):
     stated = {"license": "other", "license_name": "my-license", "license_link": "LICENSE"}
     if VALIDATES_CARDS_HERE:
         with pytest.raises(ValueError, match="license 'Apache 2.0'"):

@@ -68,9 +68,9 @@ def render_card(
         published (`Sequence[dict]`, *optional*):
             Figures that others published for the same target: `by`, `draft`, `url`, `source`, `date`, `conditions`,
             `metric`, and `figures` by task.
-        license (`str`, *optional*): A licence id of the Hub.
+        license (`str`, *optional*): A license id of the Hub.
         license_name (`str`, *optional*), license_link (`str`, *optional*):
-            For the licence `"other"`: its name, and an address or the name of a file in the repo.
+            For the license `"other"`: its name, and an address or the name of a file in the repo.
         adapter_of (`str`, *optional*): The draft, if this repo has a LoRA adapter for it.
         tags (`Sequence[str]`, *optional*): More tags. Every draft has some.
         image_folder (`str`, *optional*): The folder of the plots, relative to the card. By default they are beside it.
@@ -334,7 +334,7 @@ def card_digest(card: ModelCard) -> str:
 def is_edited(card: ModelCard) -> bool:
     """
     Returns whether somebody wrote or changed this card by hand. A card without text, and with no metadata but a
-    licence, counts as unwritten.
+    license, counts as unwritten.
 
     Args:
         card (`ModelCard`): The card.

@@ -117,14 +117,14 @@ def push_draft(
             Records for the card: see [`render_card`]. By default those in the folder that the draft was loaded from,
             if they are about its weights.
         published, license, license_name, license_link (*optional*):
-            See [`render_card`]. The licence defaults to that of the existing card.
+            See [`render_card`]. The license defaults to that of the existing card.
         overwrite_card (`bool`, *optional*, defaults to `False`): Whether to replace a card that was edited by hand.
         commit_message, commit_description, private, token, revision, create_pr, max_shard_size, tags (*optional*):
             See [`~transformers.utils.PushToHubMixin.push_to_hub`]. Tags of an existing card stay, if nobody edited it.
 
     Raises:
         PermissionError: if there is no token.
-        ValueError: if `training` or `benchmark` is about other weights, the Hub does not know the licence or the draft's target,
+        ValueError: if `training` or `benchmark` is about other weights, the Hub does not know the license or the draft's target,
             or the repo has another model.
     """
     check_license(license, license_name, license_link)

@@ -91,7 +91,7 @@ class AssistantMixin:
 
     @property
     def last_generation(self) -> Eagle3GenerationStats | None:
-        """Statistics of this thread's last `generate` with this assistant. If it made none: of any thread's last one."""
+        """Statistics of this thread's last `generate` with this assistant, or of any thread's if this one made none."""
         return _IN_THREAD.stats.get(self) or _IN_ANY_THREAD.get(self)
 
 

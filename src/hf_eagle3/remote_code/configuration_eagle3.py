@@ -93,7 +93,7 @@ class Eagle3Config(PreTrainedConfig):
             Makes a parallel draft (P-EAGLE, https://huggingface.co/papers/2602.01469), which drafts all tokens in one
             pass. It reads this token in place of tokens that are not known yet. It may be any token of the target.
         verifier_fingerprint (`str`, *optional*):
-            A few entries of the target's embedding table (float16, in base64), by which a draft recognises its target.
+            A few entries of the target's embedding table (float16, in base64), by which a draft recognizes its target.
         bos_token_id (`int`, *optional*), pad_token_id (`int`, *optional*), eos_token_id (`int` or `list[int]`, *optional*):
             The target's special tokens.
         speculators_model_type (`str`, *optional*, defaults to `"eagle3"`):

@@ -201,7 +201,7 @@ class Eagle3GenerationStats:
 
     Args:
         new_tokens (`int`): Generated tokens of all rows. Each row's first comes from the forward over the prompt.
-        target_forwards (`int`): Forwards of the target, with the prompt's. Plain `generate` takes one a token of the longest text.
+        target_forwards (`int`): Forwards of the target, with the prompt's. Plain `generate` takes one for each token of the longest text.
         accepted_lengths (`list[int]`): Tokens that each forward after the prompt's wrote in each unfinished row.
         plain_steps (`int`): How many of those forwards had no token to verify, mostly because drafting did not pay.
         lookup_steps (`int`): How many of them verified tokens that were looked up in the text instead of drafted.

@@ -72,12 +72,12 @@ class Eagle3TrainingArguments(SFTConfig):
             Step `s` has the weight `ttt_step_decay ** s` in the loss.
         ttt_row_share (`float`, *optional*, defaults to `1.0`):
             The share of its positions that each drafting step passes on to the next, drawn at random. Step `s` computes
-            `ttt_row_share ** s` of all positions, and their loss estimates the loss at all. Below 1, training sees
+            `ttt_row_share ** s` of all positions, and their loss estimates the loss at all of them. Below 1, training sees
             more tokens in the same time, but fewer positions of the later steps.
         sampled_vocab_size (`int`, *optional*):
             Computes the loss on a sample of the draft vocabulary (sampled softmax,
-            https://huggingface.co/papers/1412.2007): all tokens to which the target gives 1% or more anywhere in the batch,
-            and this many others, drawn at random. A large draft vocabulary takes most of a drafting step's time and memory.
+            https://huggingface.co/papers/1412.2007): all tokens to which the target gives a probability of 1% or more anywhere
+            in the batch, and this many others, drawn at random. A large draft vocabulary takes most of a drafting step's time and memory.
             Does not work with FSDP or DeepSpeed. By default the loss is on all tokens.
         num_eval_prompts (`int`, *optional*, defaults to `16`):
             The number of evaluation rows whose beginnings `evaluate` continues, to measure the acceptance length. 0
@@ -160,7 +160,7 @@ class Eagle3TrainingArguments(SFTConfig):
     sampled_vocab_size: int | None = field(
         default=None,
         metadata={
-            "help": "The number of improbable tokens that the loss computes, drawn at random. By default all tokens."
+            "help": "The number of improbable tokens in the loss, drawn at random. By default all tokens are in it."
         },
     )
     use_muon: bool = field(
