@@ -130,16 +130,22 @@ class TreeDecoding:
         # Processes that run one forward together must agree on its size, but would measure different times.
         if self.settings["tree_policy"] == "static" or is_sharded(self.target):
             return StaticPolicy(max_plan, self.sampler.do_sample)
+        if cache.is_static:
+            sizing = "fixed"
+        elif reads_without_sync(device):
+            sizing = "priced"
+        elif self.assistant.drafts_in_one_pass or (captures_graphs(device) and not cache.is_chain):
+            sizing = "whole"
+        else:
+            sizing = "depth"
         kind = CallKind(
             max_plan,
             num_rows=self.text.num_rows,
             do_sample=self.sampler.do_sample,
             # A static cache takes trees of one shape: lookup must fill it.
             looks_up=self.num_looked_up >= (max_plan.num_nodes if cache.is_static else 1),
-            reads_draft=reads_without_sync(device) and not cache.is_static,
-            has_one_shape=cache.is_static,
+            sizing=sizing,
             may_retire=self.text.may_retire,
-            drafts_whole_trees=captures_graphs(device) and not cache.is_chain,
             drafts_in_one_pass=self.assistant.drafts_in_one_pass,
             exposes_ids=self.text.exposes_ids,
         )

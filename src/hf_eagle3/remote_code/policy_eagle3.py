@@ -148,6 +148,38 @@ class Calibration:
         self.power = min(max(self.power * math.exp(self.RATE * surprise), self.LEAST), self.MOST)
 
 
+class Reach:
+    """How deep the target follows the draft: the expected tokens of trees of each depth."""
+
+    MEMORY, PRIOR = 0.95, 2.0  # weight of a step after the next one, and of the level above in the counts of a level
+
+    def __init__(self, depth: int):
+        # By level: how often it had a node whose parent was accepted, and how often one was accepted.
+        self.num_reached, self.num_accepted = [0.0] * depth, [0.0] * depth
+
+    def record(self, tree: DraftTree, accepted: Accepted) -> None:
+        """Counts how deep rows followed a drafted tree. The paths of finished rows may be cut short."""
+        paths = [path for path, is_finished in zip(accepted.nodes, accepted.is_finished) if not is_finished]
+        if not paths:
+            return
+        for counts in (self.num_reached, self.num_accepted):
+            counts[:] = [self.MEMORY * count for count in counts]
+        for path in paths:
+            for level in range(min(tree.max_depth, len(self.num_reached))):
+                self.num_reached[level] += len(path) > level
+                self.num_accepted[level] += len(path) > level + 1
+
+    def expected_tokens(self) -> dict[int, float]:
+        """The expected tokens by the depth of the tree."""
+        expected: dict[int, float] = {}
+        tokens = share = rate = 1.0
+        for depth, (num_accepted, num_reached) in enumerate(zip(self.num_accepted, self.num_reached), start=1):
+            rate = (num_accepted + self.PRIOR * rate) / (num_reached + self.PRIOR)
+            share *= rate
+            expected[depth] = tokens = tokens + share
+        return expected
+
+
 class StaticPolicy:
     """Drafts the largest tree in every step. Only the calibration learns."""
 
@@ -186,7 +218,9 @@ class DraftingTrial:
     @property
     def rate(self) -> float:
         """Tokens per second and row of drafted steps."""
-        return sum(tokens for tokens, _ in self.latest) / max(sum(seconds for _, seconds in self.latest), 1e-6)
+        return sum(tokens for tokens, _ in self.latest) / max(
+            sum(seconds for _, seconds in self.latest), LEAST_SECONDS
+        )
 
     @property
     def is_running(self) -> bool:
@@ -225,16 +259,22 @@ class DraftingTrial:
 
 
 class CallKind(NamedTuple):
-    """What changes the costs and gains of a call's steps. Only calls of one kind share measurements."""
+    """
+    What changes the costs and gains of a call's steps. Only calls of one kind share measurements. Its `sizing` says what the
+    policy chooses in a step that drafts:
+
+    - `"priced"`: prices, by which the draft sizes the tree while it grows;
+    - `"depth"`: the depth of the tree;
+    - `"whole"`: nothing, because the draft makes only the largest tree, at one cost;
+    - `"fixed"`: nothing, and looked-up trees have the largest size, too.
+    """
 
     max_plan: Plan  # the largest tree
     num_rows: int = 1
     do_sample: bool = False
     looks_up: bool = True  # lookup leaves the harder steps to the draft
-    reads_draft: bool = True  # the draft's confidences can be read without a sync
-    has_one_shape: bool = False  # all verified trees have the largest size
+    sizing: str = "priced"
     may_retire: bool = False  # finished rows leave the batch
-    drafts_whole_trees: bool = False  # the draft makes only the largest tree, at one cost
     drafts_in_one_pass: bool = False  # drafting costs the same at any depth
     exposes_ids: bool = False  # a grammar, or other code of the caller, takes time and forbids tokens
 
@@ -255,21 +295,17 @@ class Policy(StaticPolicy):
 
     HORIZON = 16  # drafted steps that a batch is assumed to have left
     MEASURED_LOOKUP = 1.5  # expected tokens that make measuring a lookup's cost worthwhile
-    MEMORY, PRIOR = 0.95, 2.0  # weight of a step after the next one, and of the level above in the counts of a level
+    SIZES = (*range(5), 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # few numbers of nodes, so that each is measured often
 
     def __init__(self, kind: CallKind):
         super().__init__(kind.max_plan, kind.do_sample)
-        self.kind, self.reads_draft = kind, kind.reads_draft
-        all_depths_are_alike = kind.drafts_in_one_pass and not kind.reads_draft  # by cost, with unknown confidences
-        self.drafts_whole_trees = kind.drafts_whole_trees or kind.has_one_shape or all_depths_are_alike
+        self.kind, self.is_priced = kind, kind.sizing == "priced"
         self.costs, self.matches = StepCosts(), MatchCalibration()
-        most = kind.max_plan.num_nodes  # few sizes, so that each is measured often
-        sizes = [size for size in (*range(5), 6, 8, 12, 16, 24, 32, 48, 64, 96, 128) if size < most]
-        self.sizes = [most] if kind.has_one_shape else [*sizes, most]
+        most = kind.max_plan.num_nodes
+        sizes = [] if kind.sizing == "fixed" else self.SIZES[: bisect.bisect_left(self.SIZES, most)]
+        self.sizes = [*sizes, most]
         self.trials: dict[int, DraftingTrial] = {}  # by the number of rows, up to a power of two
-        depth = min(kind.max_plan.depth, most)
-        # By level: how often it had a node whose parent was accepted, and how often one was accepted.
-        self.num_reached, self.num_accepted = [0.0] * depth, [0.0] * depth
+        self.reach = Reach(min(kind.max_plan.depth, most))
         self.planned = kind.max_plan
         self.last_proposer: str | None = None
 
@@ -279,7 +315,7 @@ class Policy(StaticPolicy):
 
     def cost_part(self, proposer: str | None) -> str:
         """The part of [`StepCosts`] for verifying. Without a sync after drafting it includes time of the draft."""
-        return "verify" if self.reads_draft else f"verify {proposer}"
+        return "verify" if self.is_priced else f"verify {proposer}"
 
     def plain_seconds(self, num_rows: int) -> float | None:
         """Seconds of a plain step."""
@@ -292,7 +328,7 @@ class Policy(StaticPolicy):
 
     def size_to_measure(self, num_rows: int) -> int | None:
         """How many nodes to verify to learn what they cost; `None` if two sizes are known, or need not be."""
-        if not self.reads_draft or len(self.costs.known("verify")) > 1:
+        if not self.is_priced or len(self.costs.known("verify")) > 1:
             return None
         return max(self.max_plan.num_nodes // 3 // num_rows, 1)
 
@@ -312,13 +348,13 @@ class Policy(StaticPolicy):
     def draft_plan(self, bottlenecks: list[bool]) -> Plan:
         """The plan of a step that drafts."""
         num_rows, plan, levels = len(bottlenecks), self.max_plan, self.costs.known("draft")
-        if self.drafts_whole_trees:
+        if self.kind.sizing in ("whole", "fixed"):
             return plan
         rate = self.rate(num_rows)
-        if not self.reads_draft:
-            costs = (self.costs.seconds("draft", depth) or 0.0 for depth in range(1, len(self.num_reached) + 1))
-            gains = [tokens - rate * seconds for tokens, seconds in zip(self.expected_tokens(), costs)]
-            return plan._replace(depth=1 + max(range(len(gains)), key=gains.__getitem__))
+        if self.kind.sizing == "depth":
+            tokens = self.reach.expected_tokens()
+            gains = {depth: tokens[depth] - rate * (self.costs.seconds("draft", depth) or 0.0) for depth in tokens}
+            return plan._replace(depth=max(gains, key=gains.__getitem__))
         if (size := self.size_to_measure(num_rows)) is not None or not levels:
             return plan._replace(depth=min(plan.depth, 2), num_nodes=size or 1)
         (fewest, least), (most, longest) = levels[0], levels[-1]
@@ -332,7 +368,7 @@ class Policy(StaticPolicy):
     def num_to_look_up(self, num_rows: int, lookup: PromptLookup) -> int:
         """How many tokens to look up; 0 if another step brings more."""
         sizes = [size for size in self.sizes if size <= lookup.num_tokens]
-        sizes = sizes if self.reads_draft else sizes[-1:]  # accelerators verify more tokens in about the same time
+        sizes = sizes if self.is_priced else sizes[-1:]  # accelerators verify more tokens in about the same time
         expected, plain = lookup.expected_progress(sizes[-1]), self.plain_seconds(num_rows)
         if expected[-1] <= 1 or plain is None:
             return 0
@@ -356,30 +392,41 @@ class Policy(StaticPolicy):
         num_replayed: int = 0,
     ) -> None:
         """Learns from a step: how long proposing and verifying took, with `num_replayed` tokens beside the tree's."""
-        num_rows, num_tokens = len(accepted.counts), len(accepted.counts) * tree.num_nodes
+        num_rows = len(accepted.counts)
         trial, plain = self.trial(num_rows), self.plain_seconds(num_rows)
-        was_drafted, self.last_proposer = self.last_proposer == "draft", plan.proposer
         if plan.proposer is None and num_replayed > 0:
             if self.planned.proposer == "draft":  # drafting is to blame for the replay
                 trial.judge(accepted.progress, verify_seconds, plain)
-            return
-        self.costs.record(self.cost_part(plan.proposer), num_tokens, verify_seconds)
-        if plan.proposer != "draft":
-            return
-        unfinished = [row for row, is_finished in enumerate(accepted.is_finished) if not is_finished]
-        if unfinished:  # finished rows' paths may be cut short
-            self.count(tree, [accepted.nodes[row] for row in unfinished])
+        else:
+            self.costs.record(self.cost_part(plan.proposer), num_rows * tree.num_nodes, verify_seconds)
+        if plan.proposer == "draft":
+            self.record_drafting(tree, accepted, bottlenecks, draft_seconds, verify_seconds, plain)
+        self.last_proposer = plan.proposer
+
+    def record_drafting(
+        self,
+        tree: DraftTree,
+        accepted: Accepted,
+        bottlenecks: list[bool],
+        draft_seconds: float,
+        verify_seconds: float,
+        plain: float | None,
+    ) -> None:
+        """Learns how right the draft was, and what drafting costs, and judges it by a step. `plain` are seconds of a plain one."""
+        num_rows = len(accepted.counts)
+        trial = self.trial(num_rows)
+        self.reach.record(tree, accepted)
         self.calibration.record(tree, accepted)
         levels = 1 if self.kind.drafts_in_one_pass else max(tree.depth, 1)  # a discarded tree has none
         self.costs.record("draft", levels, draft_seconds)
         drafted = self.costs.seconds("draft", levels)
-        verified = self.costs.seconds(self.cost_part("draft"), num_tokens)
+        verified = self.costs.seconds(self.cost_part("draft"), num_rows * tree.num_nodes)
         if drafted is None or verified is None:
             return
-        if not was_drafted and plain is not None:
+        if self.last_proposer != "draft" and plain is not None:
             # The draft had to catch up. That time is lost if drafting turns out not to pay.
             trial.lost += max(draft_seconds - drafted, 0.0) / plain
-        only_measures = self.reads_draft and self.planned.prices is None and self.planned != self.max_plan
+        only_measures = self.is_priced and self.planned.prices is None and self.planned != self.max_plan
         if only_measures and tree.num_nodes > 1:
             if plain is not None:
                 trial.lost += max((draft_seconds + verify_seconds) / plain - accepted.progress, 0.0)
@@ -404,24 +451,6 @@ class Policy(StaticPolicy):
             plain, twice = self.plain_seconds(num_rows), self.plain_seconds(2 * num_rows)
             share = min(twice / plain - 1, 1.0) if plain and twice else 0.0
         return share * sum(counts) / num_rows + (1 - share) * slowest
-
-    def count(self, tree: DraftTree, nodes: list[list[int]]) -> None:
-        """Counts how deep rows followed the draft, by the accepted `nodes` of each."""
-        for counts in (self.num_reached, self.num_accepted):
-            counts[:] = [self.MEMORY * count for count in counts]
-        for path in nodes:
-            for level in range(min(tree.max_depth, len(self.num_reached))):
-                self.num_reached[level] += len(path) > level
-                self.num_accepted[level] += len(path) > level + 1
-
-    def expected_tokens(self) -> list[float]:
-        """The expected tokens of a tree of depth 1, 2, ..."""
-        tokens, share, rate = [1.0], 1.0, 1.0
-        for num_accepted, num_reached in zip(self.num_accepted, self.num_reached):
-            rate = (num_accepted + self.PRIOR * rate) / (num_reached + self.PRIOR)
-            share *= rate
-            tokens.append(tokens[-1] + share)
-        return tokens[1:]
 
 
 # The policies of each target with each of its drafts. Threads share them: they are replaced, never changed.
