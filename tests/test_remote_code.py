@@ -29,6 +29,7 @@ TRAVELLING = (
     "modeling_eagle3.py",
     "outputs_eagle3.py",
     "policy_eagle3.py",
+    "slots_eagle3.py",
     "target_eagle3.py",
     "text_eagle3.py",
     "tree_eagle3.py",
