@@ -24,6 +24,7 @@ TRAVELLING = (
     "devices_eagle3.py",
     "draft_model_eagle3.py",
     "drafter_eagle3.py",
+    "embedding_eagle3.py",
     "loading_eagle3.py",
     "lookup_eagle3.py",
     "modeling_eagle3.py",

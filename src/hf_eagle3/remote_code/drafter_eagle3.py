@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from .accept_eagle3 import Sampler, sample_scores
-from .devices_eagle3 import compiled, on_device, reads_without_sync
+from .devices_eagle3 import GraphedFunction, compiled, on_device, reads_without_sync
 from .slots_eagle3 import DraftCache, Slots, can_be_captured, graph_conditions
 from .text_eagle3 import right_index, stack_right, take_rows
 from .tree_eagle3 import Accepted, DraftTree, GenerationCall, Plan, Proposer
@@ -281,12 +281,13 @@ class Drafter(Proposer):
 
     def _move(self, num_places: int, num_slots: int) -> DraftCache:
         """Moves all rows to another cache: one that an earlier call left with its graph, or a new one."""
-        old, conditions = self.cache, None
+        old, cache, conditions = self.cache, None, None
         if self.is_captured:
             conditions = graph_conditions(self.draft, self.call.embedding, self.max_plan, self.is_static)
-        cache = DraftCache.take(self.draft, num_places, num_slots, conditions)
+            cache = DraftCache.take(self.draft, num_places, num_slots, conditions)
         if cache is None:
-            cache = DraftCache(self.draft, self.like, num_places, num_slots, self.is_captured, conditions)
+            cache = DraftCache(self.draft, self.like, num_places, num_slots)
+            cache.graph, cache.conditions = GraphedFunction(self.like.device) if self.is_captured else None, conditions
         if old is not None:
             cache.copy_rows(old, slice(len(self.lengths)))
             if old.num_places != num_places:  # one that has become too small is not kept

@@ -259,20 +259,14 @@ class DraftingTrial:
 
 
 class CallKind(NamedTuple):
-    """
-    What changes the costs and gains of a call's steps. Only calls of one kind share measurements. Its `sizing` says what the
-    policy chooses in a step that drafts:
-
-    - `"priced"`: prices, by which the draft sizes the tree while it grows;
-    - `"depth"`: the depth of the tree;
-    - `"whole"`: nothing, because the draft makes only the largest tree, at one cost;
-    - `"fixed"`: nothing, and looked-up trees have the largest size, too.
-    """
+    """What changes the costs and gains of a call's steps. Only calls of one kind share measurements."""
 
     max_plan: Plan  # the largest tree
     num_rows: int = 1
     do_sample: bool = False
     looks_up: bool = True  # lookup leaves the harder steps to the draft
+    # What is chosen where the draft proposes: prices by which it sizes the tree while growing it ("priced"), the "depth", or
+    # nothing, since it makes only the largest tree ("whole"). If "fixed", looked-up trees have the largest size, too.
     sizing: str = "priced"
     may_retire: bool = False  # finished rows leave the batch
     drafts_in_one_pass: bool = False  # drafting costs the same at any depth
@@ -394,37 +388,25 @@ class Policy(StaticPolicy):
         """Learns from a step: how long proposing and verifying took, with `num_replayed` tokens beside the tree's."""
         num_rows = len(accepted.counts)
         trial, plain = self.trial(num_rows), self.plain_seconds(num_rows)
+        catches_up, self.last_proposer = self.last_proposer != "draft", plan.proposer
         if plan.proposer is None and num_replayed > 0:
             if self.planned.proposer == "draft":  # drafting is to blame for the replay
                 trial.judge(accepted.progress, verify_seconds, plain)
-        else:
-            self.costs.record(self.cost_part(plan.proposer), num_rows * tree.num_nodes, verify_seconds)
-        if plan.proposer == "draft":
-            self.record_drafting(tree, accepted, bottlenecks, draft_seconds, verify_seconds, plain)
-        self.last_proposer = plan.proposer
+            return
+        verify_part, num_tokens = self.cost_part(plan.proposer), num_rows * tree.num_nodes
+        self.costs.record(verify_part, num_tokens, verify_seconds)
+        if plan.proposer != "draft":
+            return
 
-    def record_drafting(
-        self,
-        tree: DraftTree,
-        accepted: Accepted,
-        bottlenecks: list[bool],
-        draft_seconds: float,
-        verify_seconds: float,
-        plain: float | None,
-    ) -> None:
-        """Learns how right the draft was, and what drafting costs, and judges it by a step. `plain` are seconds of a plain one."""
-        num_rows = len(accepted.counts)
-        trial = self.trial(num_rows)
         self.reach.record(tree, accepted)
         self.calibration.record(tree, accepted)
         levels = 1 if self.kind.drafts_in_one_pass else max(tree.depth, 1)  # a discarded tree has none
         self.costs.record("draft", levels, draft_seconds)
-        drafted = self.costs.seconds("draft", levels)
-        verified = self.costs.seconds(self.cost_part("draft"), num_rows * tree.num_nodes)
+        drafted, verified = self.costs.seconds("draft", levels), self.costs.seconds(verify_part, num_tokens)
         if drafted is None or verified is None:
             return
-        if self.last_proposer != "draft" and plain is not None:
-            # The draft had to catch up. That time is lost if drafting turns out not to pay.
+
+        if catches_up and plain is not None:  # that time is lost if drafting turns out not to pay
             trial.lost += max(draft_seconds - drafted, 0.0) / plain
         only_measures = self.is_priced and self.planned.prices is None and self.planned != self.max_plan
         if only_measures and tree.num_nodes > 1:

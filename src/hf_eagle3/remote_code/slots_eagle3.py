@@ -9,7 +9,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .cache_eagle3 import additive_mask
 from .devices_eagle3 import GraphedFunction, captures_graphs
-from .target_eagle3 import PackedTable, has_plain_modules, position_limits
+from .embedding_eagle3 import PackedTable
+from .target_eagle3 import has_plain_modules, position_limits
 from .text_eagle3 import flat_indices
 from .tree_eagle3 import Plan
 
@@ -22,21 +23,14 @@ class DraftCache:
     `graph`, which reads and writes these slots, and the `conditions` under which a later call may take both.
     """
 
-    def __init__(
-        self,
-        draft: PreTrainedModel,
-        like: torch.Tensor,
-        num_places: int,
-        num_slots: int,
-        is_captured: bool,
-        conditions: tuple | None = None,
-    ):
+    graph: GraphedFunction | None = None
+    conditions: tuple | None = None
+
+    def __init__(self, draft: PreTrainedModel, like: torch.Tensor, num_places: int, num_slots: int):
         config = draft.config.transformer_layer_config
         shape = num_places, config.num_key_value_heads, num_slots, config.head_dim
         with torch.inference_mode(False):  # calls in and outside of this mode write to them
             self.keys, self.values = ([like.new_zeros(shape) for _ in draft.layers] for _ in range(2))
-        self.graph = GraphedFunction(like.device) if is_captured else None
-        self.conditions = conditions
 
     @property
     def num_places(self) -> int:
