@@ -20,6 +20,7 @@ from ..file_checks import read_json
 from ..making import logit_factor
 from ..remote_code.accept_eagle3 import Sampler
 from ..remote_code.cache_eagle3 import additive_mask
+from ..remote_code.configuration_eagle3 import tree_settings
 from ..remote_code.devices_eagle3 import on_device, reads_without_sync
 from ..remote_code.draft_model_eagle3 import DraftModel
 from ..remote_code.drafter_eagle3 import Drafter
@@ -32,7 +33,6 @@ from ..remote_code.modeling_eagle3 import (
     Eagle3RMSNorm,
     Eagle3RotaryEmbedding,
 )
-from ..remote_code.policy_eagle3 import tree_settings
 from ..remote_code.slots_eagle3 import Slots
 from ..remote_code.text_eagle3 import right_index
 from ..remote_code.tree_eagle3 import DraftTree, GenerationCall, Plan
