@@ -169,9 +169,8 @@ class DraftingTrial:
     @property
     def rate(self) -> float:
         """Tokens per second and row of drafted steps."""
-        return sum(tokens for tokens, _ in self.latest) / max(
-            sum(seconds for _, seconds in self.latest), LEAST_SECONDS
-        )
+        tokens, seconds = map(sum, zip(*self.latest)) if self.latest else (0.0, 1.0)
+        return tokens / seconds
 
     @property
     def is_running(self) -> bool:
@@ -291,8 +290,8 @@ class Policy(StaticPolicy):
         return self.planned
 
     def draft_plan(self, bottlenecks: list[bool]) -> Plan:
-        """The plan of a step that drafts."""
-        num_rows, plan, levels = len(bottlenecks), self.max_plan, self.costs.known("draft")
+        """The plan of a step that drafts, by the kind's `sizing`."""
+        num_rows, plan = len(bottlenecks), self.max_plan
         if self.kind.sizing in ("whole", "fixed"):
             return plan
         rate = self.rate(num_rows)
@@ -300,6 +299,7 @@ class Policy(StaticPolicy):
             tokens = self.reach.expected_tokens()
             gains = {depth: tokens[depth] - rate * (self.costs.seconds("draft", depth) or 0.0) for depth in tokens}
             return plan._replace(depth=max(gains, key=gains.__getitem__))
+        levels = self.costs.known("draft")
         if (size := self.size_to_measure(num_rows)) is not None or not levels:
             return plan._replace(depth=min(plan.depth, 2), num_nodes=size or 1)
         (fewest, least), (most, longest) = levels[0], levels[-1]
