@@ -178,7 +178,7 @@ class DraftingTrial:
         return self.num_drafted < (self.first_steps if self.interval == self.INTERVALS[0] else self.MIN_STEPS)
 
     def decodes_plainly(self) -> bool:
-        """Whether the next step is plain."""
+        """Begins a step. Returns whether it is plain."""
         first, at_most = self.REVIEWS
         power_of_two = 1 << max(self.num_drafted.bit_length() - 1, 0)  # rounded down
         if self.num_drafted >= first and self.num_drafted % min(power_of_two, at_most) == 0:
