@@ -131,21 +131,6 @@ class Reach:
         return expected
 
 
-class StaticPolicy:
-    """Drafts the largest tree in every step. Only the calibration learns."""
-
-    def __init__(self, max_plan: Plan, do_sample: bool = False):
-        self.max_plan, self.calibration = max_plan, Calibration(1.5 if do_sample else 2.0)
-
-    def plan(self, bottlenecks: list[bool], lookup: PromptLookup | None = None) -> Plan:
-        """Plans a step. `bottlenecks` are the rows that the batch waits for, if any."""
-        return self.max_plan
-
-    def record(self, plan: Plan, tree: DraftTree, accepted: Accepted, *timing: Any) -> None:
-        """Learns from a step. See [`Policy.record`] for its timing."""
-        self.calibration.record(tree, accepted)
-
-
 class DraftingTrial:
     """Judges whether drafting pays in batches of about one size. If it does not, it is tried again, more and more rarely."""
 
@@ -221,6 +206,21 @@ class CallKind(NamedTuple):
     may_retire: bool = False  # finished rows leave the batch
     drafts_in_one_pass: bool = False  # drafting costs the same at any depth
     exposes_ids: bool = False  # a grammar, or other code of the caller, takes time and forbids tokens
+
+
+class StaticPolicy:
+    """Drafts the largest tree in every step. Only the calibration learns."""
+
+    def __init__(self, max_plan: Plan, do_sample: bool = False):
+        self.max_plan, self.calibration = max_plan, Calibration(1.5 if do_sample else 2.0)
+
+    def plan(self, bottlenecks: list[bool], lookup: PromptLookup | None = None) -> Plan:
+        """Plans a step. `bottlenecks` are the rows that the batch waits for, if any."""
+        return self.max_plan
+
+    def record(self, plan: Plan, tree: DraftTree, accepted: Accepted, *timing: Any) -> None:
+        """Learns from a step. See [`Policy.record`] for its timing."""
+        self.calibration.record(tree, accepted)
 
 
 class Policy(StaticPolicy):
