@@ -29,7 +29,7 @@ from hf_eagle3.environment import environment
 from hf_eagle3.evaluation.benchmark import synchronize
 from hf_eagle3.evaluation.drafts import CODE_HELP, CODES, code_of, load_draft
 from hf_eagle3.evaluation.tasks import OFFLINE, load_prompts
-from hf_eagle3.remote_code.policy_eagle3 import tree_settings
+from hf_eagle3.remote_code.configuration_eagle3 import tree_settings
 from hf_eagle3.tokenizer import padded_inputs, padding_token
 
 

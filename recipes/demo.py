@@ -43,7 +43,7 @@ from hf_eagle3.environment import (
     usable_device,
 )
 from hf_eagle3.evaluation.drafts import load_draft
-from hf_eagle3.remote_code.policy_eagle3 import tree_settings
+from hf_eagle3.remote_code.configuration_eagle3 import tree_settings
 from hf_eagle3.tokenizer import PromptEncoder, load_tokenizer
 
 

@@ -31,8 +31,7 @@ from hf_eagle3.environment import (
     run_script,
 )
 from hf_eagle3.evaluation.drafts import load_draft, method_of
-from hf_eagle3.remote_code.configuration_eagle3 import FLAGS
-from hf_eagle3.remote_code.policy_eagle3 import tree_settings
+from hf_eagle3.remote_code.configuration_eagle3 import FLAGS, tree_settings
 from hf_eagle3.tokenizer import PromptEncoder, load_tokenizer
 
 

@@ -38,6 +38,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.remote_code.assistant_eagle3 import install_generation_hook
 from hf_eagle3.remote_code.auto_eagle3 import logger
+from hf_eagle3.remote_code.configuration_eagle3 import tree_settings
 from hf_eagle3.remote_code.outputs_eagle3 import (
     CACHE,
     CAN_SELECT_HIDDEN_STATES,
@@ -45,7 +46,6 @@ from hf_eagle3.remote_code.outputs_eagle3 import (
     keep_state_after_last_layer,
     select_hidden_states,
 )
-from hf_eagle3.remote_code.policy_eagle3 import tree_settings
 
 
 NEW_TOKENS = 24

@@ -127,19 +127,19 @@ def record(policy, plan, seconds, draft_seconds=0.0, num_accepted=1):
     policy.record(plan, chain(1 + plan.num_nodes), accepted, [True], draft_seconds, seconds)
 
 
-def make_policy(reads_draft, per_node=0.05):
+def make_policy(sizing, per_node=0.05):
     """That knows what plain steps take and, where those of trees are measured apart, nothing of these."""
-    policy = Policy(CallKind(WHOLE, reads_draft=reads_draft))
-    for num_nodes in (0, 24) if reads_draft else (0,):
+    policy = Policy(CallKind(WHOLE, sizing=sizing))
+    for num_nodes in (0, 24) if sizing == "priced" else (0,):
         for _ in range(3):
             policy.costs.record(policy.cost_part(None), 1 + num_nodes, 1 + per_node * num_nodes)
     return policy
 
 
-@pytest.mark.parametrize("reads_draft", [True, False])
-def test_a_bad_draft_is_given_up_between_lookups(reads_draft):
+@pytest.mark.parametrize("sizing", ["priced", "depth"])
+def test_a_bad_draft_is_given_up_between_lookups(sizing):
     """After each of which it has more to read than usual."""
-    policy, num_drafted = Policy(CallKind(WHOLE, reads_draft=reads_draft)), 0
+    policy, num_drafted = Policy(CallKind(WHOLE, sizing=sizing)), 0
     for step in range(600):
         if step % 2:
             record(policy, Plan("lookup", 24, 24), 1.5)
@@ -153,7 +153,7 @@ def test_a_bad_draft_is_given_up_between_lookups(reads_draft):
 
 def test_looks_up_as_much_as_pays():
     matches, text = MatchCalibration(), [5, 6, 7, 8, 5, 6]
-    cheap, dear, planned = make_policy(True, 0.05), make_policy(True, 0.6), make_policy(False)
+    cheap, dear, planned = make_policy("priced", 0.05), make_policy("priced", 0.6), make_policy("depth")
 
     def chosen(policy, text, num_tokens=24):
         plan = policy.plan([True], make_lookup([text], num_tokens, matches))
@@ -176,7 +176,7 @@ def test_looks_up_as_much_as_pays():
 
 
 def test_a_planned_lookup_is_measured():
-    policy, lookup = make_policy(False), make_lookup([[5, 6, 7, 5, 6]], 24, MatchCalibration())
+    policy, lookup = make_policy("depth"), make_lookup([[5, 6, 7, 5, 6]], 24, MatchCalibration())
     for _ in range(2):
         plan = policy.plan([True], lookup)
         assert plan.proposer == "lookup"

@@ -79,7 +79,7 @@ class Machine:
         return self.policy.trial(1)
 
 
-KINDS = [{}, {"reads_draft": False}, {"reads_draft": False, "has_one_shape": True}]
+KINDS = [{}, {"sizing": "depth"}, {"sizing": "fixed"}]
 ids = ["reads the draft", "plans ahead", "one shape"]
 
 
@@ -99,10 +99,10 @@ def test_one_pass_has_one_price():
     assert machine.policy.draft_plan([True]).prices.level == 0 and len(set(machine.depths)) > 1
     assert [size for size, _ in machine.policy.costs.known("draft")] == [1]
     # Where the host does not read the draft, the whole tree is drafted from the first step on.
-    machine = Machine(skill=0.3, drafts_in_one_pass=True, reads_draft=False)
+    machine = Machine(skill=0.3, drafts_in_one_pass=True, sizing="whole")
     machine.speedup(60)
     assert set(machine.depths) == {WHOLE.depth}
-    other = Machine(skill=0.3, reads_draft=False)
+    other = Machine(skill=0.3, sizing="depth")
     other.speedup(60)
     assert set(other.depths) != {WHOLE.depth}
 
@@ -311,7 +311,7 @@ def contents(policy):
             {rows: vars(drafting) for rows, drafting in policy.trials.items()},
             policy.calibration.power,
             policy.matches.counts,
-            (policy.num_reached, policy.num_accepted),
+            vars(policy.reach),
         )
     )
 
@@ -377,7 +377,7 @@ def test_a_tree_that_was_taken_back_was_drafted(kind):
 
 def test_misspelled_arguments_are_refused():
     with pytest.raises(TypeError):
-        CallKind(WHOLE, reads_drafts=True)
+        CallKind(WHOLE, size="whole")
 
 
 def test_costs():

@@ -14,17 +14,9 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from .config_checks import ROPE_KEYS
 from .remote_code.auto_eagle3 import logger
 from .remote_code.configuration_eagle3 import Eagle3Config, default_aux_layer_ids
+from .remote_code.embedding_eagle3 import Borrowed, gathered, gathered_table, is_packed, look_up, table_of
 from .remote_code.loading_eagle3 import check_is_model, fingerprint, similarity
-from .remote_code.target_eagle3 import (
-    Borrowed,
-    device_of,
-    gathered,
-    gathered_table,
-    is_packed,
-    is_sharded,
-    look_up,
-    table_of,
-)
+from .remote_code.target_eagle3 import device_of, is_sharded
 
 
 if TYPE_CHECKING:

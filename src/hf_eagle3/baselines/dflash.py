@@ -20,9 +20,11 @@ from ..file_checks import read_json
 from ..making import logit_factor
 from ..remote_code.accept_eagle3 import Sampler
 from ..remote_code.cache_eagle3 import additive_mask
+from ..remote_code.configuration_eagle3 import tree_settings
 from ..remote_code.devices_eagle3 import on_device, reads_without_sync
 from ..remote_code.draft_model_eagle3 import DraftModel
-from ..remote_code.drafter_eagle3 import Drafter, Slots
+from ..remote_code.drafter_eagle3 import Drafter
+from ..remote_code.embedding_eagle3 import table_of
 from ..remote_code.loading_eagle3 import weights_digest
 from ..remote_code.modeling_eagle3 import (
     Eagle3Attention,
@@ -31,9 +33,8 @@ from ..remote_code.modeling_eagle3 import (
     Eagle3RMSNorm,
     Eagle3RotaryEmbedding,
 )
-from ..remote_code.policy_eagle3 import tree_settings
-from ..remote_code.target_eagle3 import table_of
-from ..remote_code.text_eagle3 import flat_indices, right_index
+from ..remote_code.slots_eagle3 import Slots
+from ..remote_code.text_eagle3 import right_index
 from ..remote_code.tree_eagle3 import DraftTree, GenerationCall, Plan
 from ..tensor_names import HUB_ARGUMENTS, find
 from ..training.ttt import TTTBatch, UnrollStep
@@ -510,18 +511,18 @@ class BlockProposer(Drafter):
     def __init__(self, draft: DFlashForSpeculation, call: GenerationCall):
         super().__init__(draft, call)
         self.num_spare = draft.config.block_size  # slots beside the text
-        self.graphed_tree = None  # it grows no tree level by level
+        self.is_captured = False  # it grows no tree level by level
 
     def read(self, blocks: Sequence[torch.Tensor], counts: list[int]) -> None:
         """Adds the target's states to the context. The tokens are not read: the states know them, but for the newest."""
-        _, (tokens, states, positions, num_new, past) = self._inputs(blocks, counts, 0, has_fixed_shape=True)
+        state, (tokens, states, positions, num_new, past) = self._inputs(blocks, counts, 0, has_fixed_shape=True)
         num_rows = tokens.shape[1]
         index = right_index(num_new, num_rows)
         # Padding goes to free slots behind the row's text, as zeros: NaNs pass through any mask.
         context = self.draft.combine_hidden_states(states).where((index >= 0)[..., None], 0)
-        num_slots = self.keys[0].shape[2]
+        num_slots = state.cache.num_slots
         indices = (past[:, None] + index % num_rows).clamp(max=num_slots - 1)
-        slots = Slots(self.keys, self.values, indices, num_slots)
+        slots = Slots(state.cache, indices, num_slots)
         self.draft.read_context(context, positions, slots)
 
     def propose(self, plan: Plan, root_tokens: torch.Tensor, sampler: Sampler | None = None) -> DraftTree:
@@ -532,20 +533,19 @@ class BlockProposer(Drafter):
             device = self.like.device
             root_tokens = root_tokens.to(device)
             num_visible = max(self.lengths) + block_size
-            self.reserve(num_visible)
+            cache = self.reserve(num_visible)
             ahead = torch.arange(block_size, device=device)
             indices = on_device(self.lengths, device)[:, None] + ahead  # (B, Q): slots of the block
-            slots, keys = Slots(self.keys, self.values, indices, num_visible), torch.arange(num_visible, device=device)
+            slots, keys = Slots(cache, indices, num_visible), torch.arange(num_visible, device=device)
             block = F.pad(root_tokens, (0, block_size - 1), value=draft.config.mask_token_id)
             logits = draft(
                 inputs_embeds=draft.embed(block, self.call.embedding),
                 position_ids=positions[:, -1:] + 1 + ahead,
-                attention_mask=draft.masks(keys <= indices[:, -1:], indices[..., None] - keys, self.keys[0].dtype),
+                attention_mask=draft.masks(keys <= indices[:, -1:], indices[..., None] - keys, cache.keys[0].dtype),
                 cache=slots,
                 logits_to_keep=ahead[1 : 1 + plan.depth],
             ).logits  # (B, depth, V)
-            for each in (*self.keys, *self.values):  # the block is forgotten
-                each.view(-1, each.shape[3]).index_fill_(0, flat_indices(indices, each.shape), 0)
+            cache.zero(indices)  # the block is forgotten
             scores = logits.float()
             if sampler is not None:
                 guesses = [sampler.guess(logits[:, i], i, self.token_ids) for i in range(logits.shape[1])]

@@ -24,7 +24,7 @@ PARTS = (
     ("draft forwards", "modeling_eagle3.Eagle3ForSpeculation", "forward"),  # with the head
     ("draft forwards", "modeling_eagle3.Eagle3ForSpeculation", "step"),  # of the prompt
     ("tree building", "drafter_eagle3.Drafter", "propose"),
-    ("masks", "drafter_eagle3.Slots", "masks"),
+    ("masks", "slots_eagle3.Slots", "masks"),
     ("masks", "verify_eagle3", "tree_attention_mask"),
     ("verify", "verify_eagle3.Verifier", "verify"),
     ("accept", "decoding_eagle3", "accept"),

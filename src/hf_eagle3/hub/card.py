@@ -23,8 +23,7 @@ from ..environment import public_name
 from ..evaluation import BenchmarkResults, BenchmarkRow, format_table
 from ..evaluation.plots import plot_names
 from ..evaluation.results import TITLES
-from ..remote_code.configuration_eagle3 import FLAGS
-from ..remote_code.policy_eagle3 import tree_settings
+from ..remote_code.configuration_eagle3 import FLAGS, tree_settings
 
 
 TRAINING_RECORD = "training.json"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of an EAGLE-3 draft, in the schema of the `speculators` package."""
+"""Configuration of an EAGLE-3 draft, in the schema of the `speculators` package, and the settings of its trees."""
 
+import difflib
 import hashlib
 import json
 from collections.abc import Collection
@@ -10,10 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from .auto_eagle3 import IS_INSTALLED, installed_module
-from .policy_eagle3 import DEFAULT_TREE_SETTINGS
 
 
 # One name per class that `AutoXxx.from_pretrained(..., trust_remote_code=True)` may be asked for. All name the same file,
@@ -53,6 +53,17 @@ DIGESTED = (
     "transformer_layer_config",
     "verifier_fingerprint",
 )
+
+# Settings of the draft's generation config, which a call may override. Names are those of
+# OpenVINO GenAI and transformers.
+DEFAULT_TREE_SETTINGS = {
+    "tree_depth": 8,  # longest path below the root
+    "branching_factor": 8,  # children tried per node, and nodes expanded per level
+    "num_assistant_tokens": 24,  # most nodes verified per step
+    "assistant_confidence_threshold": 0.0,  # least probability of a verified path, by the draft
+    "prompt_lookup_num_tokens": 24,  # most tokens looked up in the text instead of drafted
+    "tree_policy": "auto",  # whether a step may draft less, or look up, if that is faster
+}
 
 
 @strict
@@ -286,6 +297,42 @@ def check_keys(name: str, config_dict: dict[str, Any], known: Collection[str]) -
             f"{name} has keys that this version does not know: {unknown}. Their effect would be missing; a later version of "
             "hf-eagle3 may read this draft."
         )
+
+
+def tree_settings(
+    draft_config: GenerationConfig | None, call_config: GenerationConfig | None = None
+) -> dict[str, Any]:
+    """
+    The settings of the tree: the call's, else the draft's, else the defaults.
+
+    `num_assistant_tokens=20` and `assistant_confidence_threshold=0.4` cannot be set per call, because they equal
+    transformers' defaults, which `generate` fills into every call. Set them on the draft instead. Raises `ValueError` if a
+    setting is out of range, or misspelled.
+    """
+    filled_in, known = GenerationConfig._get_default_generation_params(), vars(GenerationConfig())
+    settings = dict(DEFAULT_TREE_SETTINGS)
+    for owner, config in (("draft", draft_config), ("call", call_config)):
+        given = {} if config is None else vars(config)
+        for name in given.keys() - known.keys() - DEFAULT_TREE_SETTINGS.keys():
+            if meant := difflib.get_close_matches(name, DEFAULT_TREE_SETTINGS, n=1, cutoff=0.8):
+                raise ValueError(
+                    f"The generation config of the {owner} has a setting `{name}`, which does not exist. Did you mean "
+                    f"`{meant[0]}`?"
+                )
+        for name in DEFAULT_TREE_SETTINGS.keys() & given.keys():
+            if given[name] is not None and (owner == "draft" or given[name] != filled_in.get(name)):
+                settings[name] = given[name]
+    for name, value in settings.items():
+        if name == "assistant_confidence_threshold":
+            is_valid, allowed = isinstance(value, (int, float)) and 0 <= value < 1, "in [0, 1)"
+        elif name == "tree_policy":
+            is_valid, allowed = value in ("auto", "static"), "'auto' or 'static'"
+        else:
+            least = 0 if name == "prompt_lookup_num_tokens" else 1
+            is_valid, allowed = type(value) is int and value >= least, f"an integer of at least {least}"
+        if not is_valid:
+            raise ValueError(f"`{name}` must be {allowed}, got {value!r}.")
+    return settings
 
 
 Eagle3Config.register_for_auto_class()

@@ -12,11 +12,13 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .accept_eagle3 import ROW_WISE, Sampler, accept, is_one_of
 from .cache_eagle3 import is_user_defined, keep_path
+from .configuration_eagle3 import tree_settings
 from .devices_eagle3 import CUDNN_ATTENTION, captures_graphs, compiled, reads_without_sync
+from .embedding_eagle3 import gathered_table, table_of
 from .lookup_eagle3 import PromptLookup
 from .outputs_eagle3 import Eagle3GenerationStats, Eagle3Step, ReturnedOutputs, TreeOutputs
-from .policy_eagle3 import CallKind, Policy, StaticPolicy, policies_of, tree_settings
-from .target_eagle3 import check_call, depends_on_length, gathered_table, is_sharded, may_select_rows, table_of
+from .policy_eagle3 import CallKind, Policy, StaticPolicy, policies_of
+from .target_eagle3 import check_call, depends_on_length, is_sharded, may_select_rows
 from .text_eagle3 import SampleArguments, Text, pad_token_of
 from .tree_eagle3 import Accepted, DraftTree, GenerationCall, Plan, Proposer, check_tree
 from .verify_eagle3 import Verifier
@@ -130,16 +132,22 @@ class TreeDecoding:
         # Processes that run one forward together must agree on its size, but would measure different times.
         if self.settings["tree_policy"] == "static" or is_sharded(self.target):
             return StaticPolicy(max_plan, self.sampler.do_sample)
+        if cache.is_static:
+            sizing = "fixed"
+        elif reads_without_sync(device):
+            sizing = "priced"
+        elif self.assistant.drafts_in_one_pass or (captures_graphs(device) and not cache.is_chain):
+            sizing = "whole"
+        else:
+            sizing = "depth"
         kind = CallKind(
             max_plan,
             num_rows=self.text.num_rows,
             do_sample=self.sampler.do_sample,
             # A static cache takes trees of one shape: lookup must fill it.
             looks_up=self.num_looked_up >= (max_plan.num_nodes if cache.is_static else 1),
-            reads_draft=reads_without_sync(device) and not cache.is_static,
-            has_one_shape=cache.is_static,
+            sizing=sizing,
             may_retire=self.text.may_retire,
-            drafts_whole_trees=captures_graphs(device) and not cache.is_chain,
             drafts_in_one_pass=self.assistant.drafts_in_one_pass,
             exposes_ids=self.text.exposes_ids,
         )

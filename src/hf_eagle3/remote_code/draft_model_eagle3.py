@@ -14,7 +14,8 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from .assistant_eagle3 import CALL_SETTINGS, CUSTOM_GENERATE, AssistantMixin
 from .auto_eagle3 import IS_INSTALLED, check_needs, installed_module, logger
-from .configuration_eagle3 import Eagle3Config, default_aux_layer_ids
+from .configuration_eagle3 import DEFAULT_TREE_SETTINGS, Eagle3Config, default_aux_layer_ids, tree_settings
+from .embedding_eagle3 import Borrowed, gathered_table, look_up, table_of
 from .loading_eagle3 import (
     check_draft,
     check_loading_info,
@@ -24,8 +25,6 @@ from .loading_eagle3 import (
     weights_digest,
 )
 from .outputs_eagle3 import keep_state_after_last_layer
-from .policy_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
-from .target_eagle3 import Borrowed, gathered_table, look_up, table_of
 from .tree_eagle3 import grow_tree
 
 

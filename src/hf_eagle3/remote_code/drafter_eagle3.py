@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft as a proposer: its keys and values in one call, its unread tokens, and growing its tree."""
+"""The draft as a proposer: its unread tokens, and growing its tree."""
 
 import itertools
-import threading
-import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -11,13 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from .accept_eagle3 import Sampler, sample_scores
-from .cache_eagle3 import additive_mask
-from .devices_eagle3 import GraphedFunction, captures_graphs, compiled, on_device, reads_without_sync
-from .target_eagle3 import PackedTable, has_plain_modules, position_limits
-from .text_eagle3 import flat_indices, right_index, stack_right, take_rows
+from .devices_eagle3 import GraphedFunction, compiled, on_device, reads_without_sync
+from .slots_eagle3 import DraftCache, Slots, can_be_captured, graph_conditions
+from .text_eagle3 import right_index, stack_right, take_rows
 from .tree_eagle3 import Accepted, DraftTree, GenerationCall, Plan, Proposer
 
 
@@ -25,45 +22,12 @@ from .tree_eagle3 import Accepted, DraftTree, GenerationCall, Plan, Proposer
 Rows = tuple[Sequence[torch.Tensor], list[int]]
 
 
-class Slots:
-    """
-    The cache of one forward of the draft. Each row has slots of its own, filled from the left by its text and then a
-    tree. So nothing moves when rows accept different numbers of tokens, or when a tree is forgotten. The forward
-    writes to the slots `indices` `(B, Q)` of each layer's `keys` and `values` `(B, num_heads, num_slots, head_dim)`.
-    It attends to the first `num_visible` slots where its mask allows.
-    """
-
-    def __init__(self, keys: list[torch.Tensor], values: list[torch.Tensor], indices: torch.Tensor, num_visible: int):
-        self.keys, self.values, self.indices, self.num_visible = keys, values, indices, num_visible
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See [`~transformers.Cache.update`]."""
-        keys, values = self.keys[layer_idx], self.values[layer_idx]
-        indices = flat_indices(self.indices, keys.shape)
-        for states, new in ((keys, key_states), (values, value_states)):
-            states.view(-1, states.shape[3]).index_copy_(0, indices, new.flatten(0, 2).to(states.dtype))
-        return keys[:, :, : self.num_visible], values[:, :, : self.num_visible]
-
-    def masks(
-        self, config: PreTrainedConfig, allowed: torch.Tensor, distances: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        """Additive masks by layer type, given the allowed slots `(B, Q, num_visible)` and their distances."""
-        dtype, masks = self.keys[0].dtype, {}
-        for layer_type in set(config.layer_types):
-            seen = allowed & (distances < config.sliding_window) if layer_type == "sliding_attention" else allowed
-            masks[layer_type] = additive_mask(seen, dtype)[:, None]
-        return masks
-
-
 class DraftState(NamedTuple):
-    """A draft during a call, the embedding that it may borrow from the target, and its keys and values (see [`Slots`])."""
+    """A draft during a call, the embedding that it may borrow from the target, and its cache."""
 
     draft: PreTrainedModel
     embedding: torch.nn.Embedding
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
+    cache: DraftCache
     longest: int | None  # tokens that the longest row has read; `None` for fixed shapes
 
 
@@ -79,7 +43,7 @@ class Unread(NamedTuple):
 
 def read_unread(state: DraftState, unread: Unread, num_masks: int = 0) -> Any:
     """Reads tokens, and `num_masks` masks after them. Returns the [`Eagle3Output`] of each row's last token and of the masks."""
-    draft, embedding, keys, values, longest = state
+    draft, embedding, cache, longest = state
     tokens, states, positions, counts, lengths = unread
     index = right_index(counts, tokens.shape[1])  # (B, R)
     states = states.where((index >= 0)[..., None], 0)  # padding may have NaNs, which pass through any mask
@@ -92,11 +56,10 @@ def read_unread(state: DraftState, unread: Unread, num_masks: int = 0) -> Any:
             torch.cat([known, mask.expand(len(tokens), -1, -1)], dim=1)
             for known, mask in zip((inputs_embeds, hidden_states), draft.mask_inputs(num_masks, embedding))
         )
-    num_slots = keys[0].shape[2]
-    num_visible = num_slots if longest is None else min(longest + index.shape[1], num_slots)
+    num_visible = cache.num_slots if longest is None else min(longest + index.shape[1], cache.num_slots)
     # Padding goes to free slots after the row's text.
-    indices = (lengths[:, None] + index % index.shape[1]).clamp(max=num_slots - 1)
-    slots = Slots(keys, values, indices, num_visible)
+    indices = (lengths[:, None] + index % index.shape[1]).clamp(max=cache.num_slots - 1)
+    slots = Slots(cache, indices, num_visible)
     distances = (lengths[:, None] + index.clamp(min=0))[..., None] - torch.arange(num_visible, device=tokens.device)
     return draft(
         inputs_embeds=inputs_embeds,
@@ -113,13 +76,13 @@ def read_and_grow(state: DraftState, unread: Unread, plan: Plan, *settings: Any)
     Reads tokens and grows a tree below them, then clears its slots. A parallel draft runs once, because its logits
     do not depend on drafted tokens. `settings` are those of [`~tree_eagle3.grow_tree`], from `threshold` on.
     """
-    draft, embedding, keys, values, longest = state
+    draft, embedding, cache, longest = state
     tokens, positions = unread.tokens, unread.positions
     num_masks = plan.depth - 1 if draft.config.is_parallel else 0
     newest = read_unread(state, unread, num_masks)
     logits, hidden_states = newest.logits[:, -1 - num_masks], newest.last_hidden_state[:, -1 - num_masks]
     lengths = (unread.lengths + unread.counts)[:, None]  # (B, 1)
-    depths, all_slots = tokens[:, :0], torch.arange(keys[0].shape[2], device=tokens.device).expand(len(tokens), -1)
+    depths, all_slots = tokens[:, :0], torch.arange(cache.num_slots, device=tokens.device).expand(len(tokens), -1)
 
     def advance(
         node_tokens: torch.Tensor, hidden_states: torch.Tensor, level: int, visible: torch.Tensor
@@ -131,7 +94,7 @@ def read_and_grow(state: DraftState, unread: Unread, plan: Plan, *settings: Any)
         depths = torch.cat([depths, torch.full_like(node_tokens, level)], dim=1)  # (B, T), of all nodes so far
         nodes = lengths + torch.arange(depths.shape[1], device=tokens.device)  # their slots
         past = all_slots if longest is None else all_slots[:, : longest + tokens.shape[1] + depths.shape[1]]
-        slots = Slots(keys, values, nodes[:, -width:], past.shape[1])
+        slots = Slots(cache, nodes[:, -width:], past.shape[1])
         allowed = (past < lengths)[:, None].expand(-1, width, -1)
         allowed = allowed.scatter(2, nodes[:, None].expand(-1, width, -1), visible)
         # Siblings share a position. The first level's is the one after the newest token's.
@@ -147,11 +110,7 @@ def read_and_grow(state: DraftState, unread: Unread, plan: Plan, *settings: Any)
 
     token_ids = None if draft.d2t is None else draft.draft_token_ids
     tree = draft.grow_tree(tokens[:, -1:], logits, hidden_states, advance, token_ids, plan, *settings)
-    # Zero the slots of the tree: NaNs pass through any mask.
-    num_left = depths.shape[1] + num_masks
-    indices = flat_indices(lengths + torch.arange(num_left, device=tokens.device), keys[0].shape)
-    for states in (*keys, *values):
-        states.view(-1, states.shape[3]).index_fill_(0, indices, 0)
+    cache.zero(lengths + torch.arange(depths.shape[1] + num_masks, device=tokens.device))  # the slots of the tree
     return tree
 
 
@@ -193,19 +152,15 @@ class Drafter(Proposer):
         self.most_new = self.max_plan.depth + 1  # tokens that a step with a tree may accept
         # Slots beside the text: for accepted tokens, or a tree.
         self.num_spare = max(self.most_new, self.max_plan.branching_factor * (self.max_plan.depth - 1))
-        # Of each layer (P, num_heads, num_slots, head_dim). A graph may have more places than there are rows.
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
+        self.cache: DraftCache | None = None
         self.lengths: list[int] = []  # how many tokens each row has read
         self.unread: list[Rows] = []  # what each step accepted
         self.token_ids = None if draft.d2t is None else draft.draft_token_ids
         head = draft.get_output_embeddings().weight
         # What logits look like: their width, dtype and device. A quantized head could not make other tensors.
         self.like = torch.empty(len(head), dtype=head.dtype, device=head.device)
-        self.graphed_tree, self.fixed_tree = None, read_and_grow_fixed
-        if can_be_captured(draft, call.embedding):
-            self.graphed_tree = GraphedFunction(self.like.device)
-        elif self.like.device.type != "cuda":
+        self.is_captured, self.fixed_tree = can_be_captured(draft, call.embedding), read_and_grow_fixed
+        if not self.is_captured and self.like.device.type != "cuda":
             self.fixed_tree = compiled(read_and_grow_fixed, draft, call.compile_config)
 
     def inference_mode(self) -> AbstractContextManager:
@@ -229,17 +184,16 @@ class Drafter(Proposer):
             for i, (blocks, counts) in enumerate(self.unread):
                 counts = [counts[row] for row in rows]
                 self.unread[i] = [block[index, -max(counts) :] for block in blocks], counts
-            if self.keys:
+            if self.cache is not None:
                 self.lengths = [self.lengths[row] for row in rows]
-                for states in (*self.keys, *self.values):
-                    states[: len(rows)] = states[index]
+                self.cache.copy_rows(self.cache, index)
                 # Another capture takes longer than drafting for rows that left. A power of two lets calls share graphs.
-                num_places = len(rows) if self.graphed_tree is None else 1 << (len(rows) - 1).bit_length()
-                if num_places < len(self.keys[0]):
-                    self._move(num_places, self.keys[0].shape[2])
+                num_places = 1 << (len(rows) - 1).bit_length() if self.is_captured else len(rows)
+                if num_places < self.cache.num_places:
+                    self._move(num_places, self.cache.num_slots)
 
     def propose(self, plan: Plan, root_tokens: torch.Tensor, sampler: Sampler | None = None) -> DraftTree:
-        has_fixed_shape = self.is_static or (self.graphed_tree is not None and plan == self.max_plan)
+        has_fixed_shape = self.is_static or (self.is_captured and plan == self.max_plan)
         with self.inference_mode():
             blocks, counts = self.read_all_but_newest(has_fixed_shape)
             if has_fixed_shape:
@@ -257,13 +211,13 @@ class Drafter(Proposer):
         noise = temperature = None
         if sampler is not None:
             noise = sampler.noise_ahead(range(self.max_plan.depth), self.token_ids, self.like)
-            noise, temperature = _filled(noise, len(self.keys[0])), on_device(sampler.temperature, device)
+            noise, temperature = _filled(noise, state.cache.num_places), on_device(sampler.temperature, device)
         power = on_device(self.call.calibration.power, device, torch.float32)
 
         def grow(*inputs: Any) -> tuple[torch.Tensor | None, ...]:
             return self.fixed_tree(state, Unread(*inputs[:5]), self.max_plan, *inputs[5:])
 
-        inputs, graph = (*unread, power, noise, temperature), self.graphed_tree
+        inputs, graph = (*unread, power, noise, temperature), state.cache.graph
         grown = grow(*inputs) if graph is None else graph(grow, *inputs)
         of_rows: Any = (None if each is None else each[: len(self.lengths)] for each in grown)
         tokens, parents, depths, ancestors, confidences = of_rows
@@ -276,10 +230,9 @@ class Drafter(Proposer):
         """The inputs of a forward over some tokens, with room for them and for `num_spare` more. They count as read."""
         past = self.lengths or [0] * len(counts)
         self.lengths = [length + count for length, count in zip(past, counts)]
-        self.reserve(max(past) + blocks[0].shape[1] + num_spare)
-        num_places, longest = (len(self.keys[0]), None) if has_fixed_shape else (len(counts), max(past))
-        keys, values = ([states[:num_places] for states in each] for each in (self.keys, self.values))
-        state = DraftState(self.draft, self.call.embedding, keys, values, longest)
+        cache = self.reserve(max(past) + blocks[0].shape[1] + num_spare)
+        num_places, longest = (cache.num_places, None) if has_fixed_shape else (len(counts), max(past))
+        state = DraftState(self.draft, self.call.embedding, cache, longest)
         tokens, states, positions, counts, past = (_filled(each, num_places) for each in (*blocks, counts, past))
         return state, Unread(tokens, states, positions, *on_device([counts, past], tokens.device))
 
@@ -314,101 +267,38 @@ class Drafter(Proposer):
         state, unread = self._inputs(blocks, counts, 0, has_fixed_shape=False)
         read_unread(state, unread)
 
-    def reserve(self, num_slots: int) -> None:
-        """Makes room for `num_slots` in each row."""
+    def reserve(self, num_slots: int) -> DraftCache:
+        """The cache, with room for `num_slots` in each row."""
         if self.call.capacity is not None:
             num_slots = self.call.capacity + self.num_spare
-        if self.graphed_tree is not None:  # few sizes, so that calls can share graphs
+        if self.is_captured:  # few sizes, so that calls can share graphs
             num_slots = max(1 << (num_slots - 1).bit_length(), 256)
-        if not self.keys:
-            self._move(len(self.lengths), num_slots)
-        elif num_slots > (num_present := self.keys[0].shape[2]):  # at least doubles each time
-            self._move(len(self.keys[0]), max(num_slots, 2 * num_present))
+        if self.cache is None:
+            return self._move(len(self.lengths), num_slots)
+        if num_slots > self.cache.num_slots:  # at least doubles each time
+            return self._move(self.cache.num_places, max(num_slots, 2 * self.cache.num_slots))
+        return self.cache
 
-    def _move(self, num_places: int, num_slots: int) -> None:
-        """Moves the slots of all rows to others with zeros: those of an earlier graph, or new ones."""
-        old, graph, num_rows = (*self.keys, *self.values), self.graphed_tree, len(self.lengths)
-        kept = None if graph is None else KeptGraph.take(self.draft, num_places, num_slots, self._conditions())
-        if kept is None:
-            config = self.draft.config.transformer_layer_config
-            shape = num_places, config.num_key_value_heads, num_slots, config.head_dim
-            with torch.inference_mode(False):  # calls in and outside of this mode write to them
-                keys, values = ([self.like.new_zeros(shape) for _ in self.draft.layers] for _ in range(2))
-            kept = KeptGraph(keys, values, None if graph is None else GraphedFunction(self.like.device), None)
-        for new, states in zip((*kept.keys, *kept.values), old):
-            new[:num_rows, :, : states.shape[2]] = states[:num_rows]
-        if self.keys and len(self.keys[0]) != num_places:  # one that has become too small is not kept
-            self.finish()
-        self.keys, self.values, self.graphed_tree, _ = kept
+    def _move(self, num_places: int, num_slots: int) -> DraftCache:
+        """Moves all rows to another cache: one that an earlier call left with its graph, or a new one."""
+        old, cache, conditions = self.cache, None, None
+        if self.is_captured:
+            conditions = graph_conditions(self.draft, self.call.embedding, self.max_plan, self.is_static)
+            cache = DraftCache.take(self.draft, num_places, num_slots, conditions)
+        if cache is None:
+            cache = DraftCache(self.draft, self.like, num_places, num_slots)
+            cache.graph, cache.conditions = GraphedFunction(self.like.device) if self.is_captured else None, conditions
+        if old is not None:
+            cache.copy_rows(old, slice(len(self.lengths)))
+            if old.num_places != num_places:  # one that has become too small is not kept
+                old.keep(self.draft)
+        self.cache = cache
+        return cache
 
     def finish(self) -> None:
         """Keeps the graph for the next call. The slots of its text are not needed any more."""
-        graph = self.graphed_tree
-        if graph is not None and graph.graph is not None:
-            KeptGraph(self.keys, self.values, graph, self._conditions()).keep(self.draft)
-
-    def _conditions(self) -> tuple | None:
-        """What a graph of this call depends on, beside its inputs and slots; `None` if that may change unnoticed."""
-        # The weights that autocast has cast are freed at its end.
-        if torch.is_autocast_enabled("cuda") or isinstance(self.call.embedding, PackedTable):
-            return None
-        if not has_plain_modules(self.draft, PLAIN_MODULES):
-            return None
-        tensors = (*self.draft.parameters(), *self.draft.buffers(), self.call.embedding.weight)
-        if any(type(each) not in (torch.Tensor, torch.nn.Parameter) for each in tensors):  # quantized, or sharded
-            return None
-        addresses = tuple((each.data_ptr(), each.shape, each.dtype) for each in tensors)
-        return self.max_plan, self.is_static, addresses
-
-
-# Modules whose computation nothing but their tensors can change. Adapters can be switched off, and others.
-PLAIN_MODULES = ("torch.nn.", "transformers.", "hf_eagle3.", f"{__package__}.")
-
-
-class KeptGraph(NamedTuple):
-    """A draft's graph between two calls, with the slots that it reads and writes."""
-
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
-    graph: GraphedFunction | None
-    conditions: tuple | None  # of the call that captured it
-
-    def keep(self, draft: PreTrainedModel) -> None:
-        """Keeps it for as long as the draft lives, unless it is large, or `MOST_KEPT` others have more rows."""
-        if self.conditions is None or sum(each.nbytes for each in (*self.keys, *self.values)) > MOST_BYTES:
-            return
-        with _LOCK:
-            kept = _KEPT.setdefault(draft, {})
-            kept[len(self.keys[0])] = self
-            if len(kept) > MOST_KEPT:
-                del kept[min(kept)]
-
-    @staticmethod
-    def take(draft: PreTrainedModel, num_rows: int, num_slots: int, conditions: tuple | None) -> "KeptGraph | None":
-        """Takes a graph for these rows, under the same conditions, so that no other thread uses it. Its slots are zeros."""
-        with _LOCK:
-            kept = _KEPT.get(draft, {}).pop(num_rows, None)
-        # Many more slots would make each step longer.
-        if kept is None or kept.conditions != conditions or not num_slots <= kept.keys[0].shape[2] <= 4 * num_slots:
-            return None
-        for states in (*kept.keys, *kept.values):
-            states.zero_()
-        return kept
-
-
-# The graphs of each draft, by the number of rows.
-_KEPT: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-_LOCK, MOST_KEPT, MOST_BYTES = threading.Lock(), 8, 2**28
-
-
-def can_be_captured(draft: PreTrainedModel, embedding: torch.nn.Embedding) -> bool:
-    """Whether a draft's tree can be captured as a CUDA graph: it must not sync."""
-    device, config = draft.device, draft.config
-    is_on_device = config.has_own_embed_tokens or embedding.weight.device == device
-    if getattr(config, "static_tree", None) is not None:  # EAGLE's reads lists
-        return False
-    # Frequencies that switch depend on the largest position.
-    return captures_graphs(device) and is_on_device and not position_limits(config.transformer_layer_config)
+        if self.cache is not None:
+            self.cache.keep(self.draft)
 
 
 def _padded(block: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from .auto_eagle3 import IS_INSTALLED
-from .target_eagle3 import check_dropout, gathered_table, look_up, table_of
+from .embedding_eagle3 import gathered_table, look_up, table_of
+from .target_eagle3 import check_dropout
 
 
 # Targets with these settings, for which there are no drafts.

@@ -1,65 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy: settings of the tree, what steps cost on this machine, and which plan pays."""
+"""The policy: what steps cost on this machine, how right the draft is, and which plan pays."""
 
 import bisect
-import difflib
 import math
 import statistics
 import weakref
 from typing import Any, NamedTuple
 
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from .lookup_eagle3 import MatchCalibration, PromptLookup
 from .tree_eagle3 import Accepted, DraftTree, Plan, Prices
-
-
-# Settings of the draft's generation config, which a call may override. Names are those of
-# OpenVINO GenAI and transformers.
-DEFAULT_TREE_SETTINGS = {
-    "tree_depth": 8,  # longest path below the root
-    "branching_factor": 8,  # children tried per node, and nodes expanded per level
-    "num_assistant_tokens": 24,  # most nodes verified per step
-    "assistant_confidence_threshold": 0.0,  # least probability of a verified path, by the draft
-    "prompt_lookup_num_tokens": 24,  # most tokens looked up in the text instead of drafted
-    "tree_policy": "auto",  # whether a step may draft less, or look up, if that is faster
-}
-
-
-def tree_settings(
-    draft_config: GenerationConfig | None, call_config: GenerationConfig | None = None
-) -> dict[str, Any]:
-    """
-    The settings of the tree: the call's, else the draft's, else the defaults.
-
-    `num_assistant_tokens=20` and `assistant_confidence_threshold=0.4` cannot be set per call, because they equal
-    transformers' defaults, which `generate` fills into every call. Set them on the draft instead. Raises `ValueError` if a
-    setting is out of range, or misspelled.
-    """
-    filled_in, known = GenerationConfig._get_default_generation_params(), vars(GenerationConfig())
-    settings = dict(DEFAULT_TREE_SETTINGS)
-    for owner, config in (("draft", draft_config), ("call", call_config)):
-        given = {} if config is None else vars(config)
-        for name in given.keys() - known.keys() - DEFAULT_TREE_SETTINGS.keys():
-            if meant := difflib.get_close_matches(name, DEFAULT_TREE_SETTINGS, n=1, cutoff=0.8):
-                raise ValueError(
-                    f"The generation config of the {owner} has a setting `{name}`, which does not exist. Did you mean "
-                    f"`{meant[0]}`?"
-                )
-        for name in DEFAULT_TREE_SETTINGS.keys() & given.keys():
-            if given[name] is not None and (owner == "draft" or given[name] != filled_in.get(name)):
-                settings[name] = given[name]
-    for name, value in settings.items():
-        if name == "assistant_confidence_threshold":
-            is_valid, allowed = isinstance(value, (int, float)) and 0 <= value < 1, "in [0, 1)"
-        elif name == "tree_policy":
-            is_valid, allowed = value in ("auto", "static"), "'auto' or 'static'"
-        else:
-            least = 0 if name == "prompt_lookup_num_tokens" else 1
-            is_valid, allowed = type(value) is int and value >= least, f"an integer of at least {least}"
-        if not is_valid:
-            raise ValueError(f"`{name}` must be {allowed}, got {value!r}.")
-    return settings
 
 
 LEAST_SECONDS = 1e-6  # of a step: clocks may be coarse, or stall
@@ -148,19 +99,36 @@ class Calibration:
         self.power = min(max(self.power * math.exp(self.RATE * surprise), self.LEAST), self.MOST)
 
 
-class StaticPolicy:
-    """Drafts the largest tree in every step. Only the calibration learns."""
+class Reach:
+    """How deep the target follows the draft: the expected tokens of trees of each depth."""
 
-    def __init__(self, max_plan: Plan, do_sample: bool = False):
-        self.max_plan, self.calibration = max_plan, Calibration(1.5 if do_sample else 2.0)
+    MEMORY, PRIOR = 0.95, 2.0  # weight of a step after the next one, and of the level above in the counts of a level
 
-    def plan(self, bottlenecks: list[bool], lookup: PromptLookup | None = None) -> Plan:
-        """Plans a step. `bottlenecks` are the rows that the batch waits for, if any."""
-        return self.max_plan
+    def __init__(self, depth: int):
+        # By level: how often it had a node whose parent was accepted, and how often one was accepted.
+        self.num_reached, self.num_accepted = [0.0] * depth, [0.0] * depth
 
-    def record(self, plan: Plan, tree: DraftTree, accepted: Accepted, *timing: Any) -> None:
-        """Learns from a step. See [`Policy.record`] for its timing."""
-        self.calibration.record(tree, accepted)
+    def record(self, tree: DraftTree, accepted: Accepted) -> None:
+        """Counts how deep rows followed a drafted tree. The paths of finished rows may be cut short."""
+        paths = [path for path, is_finished in zip(accepted.nodes, accepted.is_finished) if not is_finished]
+        if not paths:
+            return
+        for counts in (self.num_reached, self.num_accepted):
+            counts[:] = [self.MEMORY * count for count in counts]
+        for path in paths:
+            for level in range(min(tree.max_depth, len(self.num_reached))):
+                self.num_reached[level] += len(path) > level
+                self.num_accepted[level] += len(path) > level + 1
+
+    def expected_tokens(self) -> dict[int, float]:
+        """The expected tokens by the depth of the tree."""
+        expected: dict[int, float] = {}
+        tokens = share = rate = 1.0
+        for depth, (num_accepted, num_reached) in enumerate(zip(self.num_accepted, self.num_reached), start=1):
+            rate = (num_accepted + self.PRIOR * rate) / (num_reached + self.PRIOR)
+            share *= rate
+            expected[depth] = tokens = tokens + share
+        return expected
 
 
 class DraftingTrial:
@@ -186,7 +154,8 @@ class DraftingTrial:
     @property
     def rate(self) -> float:
         """Tokens per second and row of drafted steps."""
-        return sum(tokens for tokens, _ in self.latest) / max(sum(seconds for _, seconds in self.latest), 1e-6)
+        tokens, seconds = map(sum, zip(*self.latest)) if self.latest else (0.0, 1.0)
+        return tokens / seconds
 
     @property
     def is_running(self) -> bool:
@@ -194,7 +163,7 @@ class DraftingTrial:
         return self.num_drafted < (self.first_steps if self.interval == self.INTERVALS[0] else self.MIN_STEPS)
 
     def decodes_plainly(self) -> bool:
-        """Whether the next step is plain."""
+        """Begins a step. Returns whether it is plain."""
         first, at_most = self.REVIEWS
         power_of_two = 1 << max(self.num_drafted.bit_length() - 1, 0)  # rounded down
         if self.num_drafted >= first and self.num_drafted % min(power_of_two, at_most) == 0:
@@ -231,12 +200,27 @@ class CallKind(NamedTuple):
     num_rows: int = 1
     do_sample: bool = False
     looks_up: bool = True  # lookup leaves the harder steps to the draft
-    reads_draft: bool = True  # the draft's confidences can be read without a sync
-    has_one_shape: bool = False  # all verified trees have the largest size
+    # What is chosen where the draft proposes: prices by which it sizes the tree while growing it ("priced"), the "depth", or
+    # nothing, since it makes only the largest tree ("whole"). If "fixed", looked-up trees have the largest size, too.
+    sizing: str = "priced"
     may_retire: bool = False  # finished rows leave the batch
-    drafts_whole_trees: bool = False  # the draft makes only the largest tree, at one cost
     drafts_in_one_pass: bool = False  # drafting costs the same at any depth
     exposes_ids: bool = False  # a grammar, or other code of the caller, takes time and forbids tokens
+
+
+class StaticPolicy:
+    """Drafts the largest tree in every step. Only the calibration learns."""
+
+    def __init__(self, max_plan: Plan, do_sample: bool = False):
+        self.max_plan, self.calibration = max_plan, Calibration(1.5 if do_sample else 2.0)
+
+    def plan(self, bottlenecks: list[bool], lookup: PromptLookup | None = None) -> Plan:
+        """Plans a step. `bottlenecks` are the rows that the batch waits for, if any."""
+        return self.max_plan
+
+    def record(self, plan: Plan, tree: DraftTree, accepted: Accepted, *timing: Any) -> None:
+        """Learns from a step. See [`Policy.record`] for its timing."""
+        self.calibration.record(tree, accepted)
 
 
 class Policy(StaticPolicy):
@@ -255,21 +239,17 @@ class Policy(StaticPolicy):
 
     HORIZON = 16  # drafted steps that a batch is assumed to have left
     MEASURED_LOOKUP = 1.5  # expected tokens that make measuring a lookup's cost worthwhile
-    MEMORY, PRIOR = 0.95, 2.0  # weight of a step after the next one, and of the level above in the counts of a level
+    SIZES = (*range(5), 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # few numbers of nodes, so that each is measured often
 
     def __init__(self, kind: CallKind):
         super().__init__(kind.max_plan, kind.do_sample)
-        self.kind, self.reads_draft = kind, kind.reads_draft
-        all_depths_are_alike = kind.drafts_in_one_pass and not kind.reads_draft  # by cost, with unknown confidences
-        self.drafts_whole_trees = kind.drafts_whole_trees or kind.has_one_shape or all_depths_are_alike
+        self.kind, self.is_priced = kind, kind.sizing == "priced"
         self.costs, self.matches = StepCosts(), MatchCalibration()
-        most = kind.max_plan.num_nodes  # few sizes, so that each is measured often
-        sizes = [size for size in (*range(5), 6, 8, 12, 16, 24, 32, 48, 64, 96, 128) if size < most]
-        self.sizes = [most] if kind.has_one_shape else [*sizes, most]
+        most = kind.max_plan.num_nodes
+        sizes = [] if kind.sizing == "fixed" else self.SIZES[: bisect.bisect_left(self.SIZES, most)]
+        self.sizes = [*sizes, most]
         self.trials: dict[int, DraftingTrial] = {}  # by the number of rows, up to a power of two
-        depth = min(kind.max_plan.depth, most)
-        # By level: how often it had a node whose parent was accepted, and how often one was accepted.
-        self.num_reached, self.num_accepted = [0.0] * depth, [0.0] * depth
+        self.reach = Reach(min(kind.max_plan.depth, most))
         self.planned = kind.max_plan
         self.last_proposer: str | None = None
 
@@ -279,7 +259,7 @@ class Policy(StaticPolicy):
 
     def cost_part(self, proposer: str | None) -> str:
         """The part of [`StepCosts`] for verifying. Without a sync after drafting it includes time of the draft."""
-        return "verify" if self.reads_draft else f"verify {proposer}"
+        return "verify" if self.is_priced else f"verify {proposer}"
 
     def plain_seconds(self, num_rows: int) -> float | None:
         """Seconds of a plain step."""
@@ -292,7 +272,7 @@ class Policy(StaticPolicy):
 
     def size_to_measure(self, num_rows: int) -> int | None:
         """How many nodes to verify to learn what they cost; `None` if two sizes are known, or need not be."""
-        if not self.reads_draft or len(self.costs.known("verify")) > 1:
+        if not self.is_priced or len(self.costs.known("verify")) > 1:
             return None
         return max(self.max_plan.num_nodes // 3 // num_rows, 1)
 
@@ -310,15 +290,16 @@ class Policy(StaticPolicy):
         return self.planned
 
     def draft_plan(self, bottlenecks: list[bool]) -> Plan:
-        """The plan of a step that drafts."""
-        num_rows, plan, levels = len(bottlenecks), self.max_plan, self.costs.known("draft")
-        if self.drafts_whole_trees:
+        """The plan of a step that drafts, by the kind's `sizing`."""
+        num_rows, plan = len(bottlenecks), self.max_plan
+        if self.kind.sizing in ("whole", "fixed"):
             return plan
         rate = self.rate(num_rows)
-        if not self.reads_draft:
-            costs = (self.costs.seconds("draft", depth) or 0.0 for depth in range(1, len(self.num_reached) + 1))
-            gains = [tokens - rate * seconds for tokens, seconds in zip(self.expected_tokens(), costs)]
-            return plan._replace(depth=1 + max(range(len(gains)), key=gains.__getitem__))
+        if self.kind.sizing == "depth":
+            tokens = self.reach.expected_tokens()
+            gains = {depth: tokens[depth] - rate * (self.costs.seconds("draft", depth) or 0.0) for depth in tokens}
+            return plan._replace(depth=max(gains, key=gains.__getitem__))
+        levels = self.costs.known("draft")
         if (size := self.size_to_measure(num_rows)) is not None or not levels:
             return plan._replace(depth=min(plan.depth, 2), num_nodes=size or 1)
         (fewest, least), (most, longest) = levels[0], levels[-1]
@@ -332,7 +313,7 @@ class Policy(StaticPolicy):
     def num_to_look_up(self, num_rows: int, lookup: PromptLookup) -> int:
         """How many tokens to look up; 0 if another step brings more."""
         sizes = [size for size in self.sizes if size <= lookup.num_tokens]
-        sizes = sizes if self.reads_draft else sizes[-1:]  # accelerators verify more tokens in about the same time
+        sizes = sizes if self.is_priced else sizes[-1:]  # accelerators verify more tokens in about the same time
         expected, plain = lookup.expected_progress(sizes[-1]), self.plain_seconds(num_rows)
         if expected[-1] <= 1 or plain is None:
             return 0
@@ -356,30 +337,29 @@ class Policy(StaticPolicy):
         num_replayed: int = 0,
     ) -> None:
         """Learns from a step: how long proposing and verifying took, with `num_replayed` tokens beside the tree's."""
-        num_rows, num_tokens = len(accepted.counts), len(accepted.counts) * tree.num_nodes
+        num_rows = len(accepted.counts)
         trial, plain = self.trial(num_rows), self.plain_seconds(num_rows)
-        was_drafted, self.last_proposer = self.last_proposer == "draft", plan.proposer
+        catches_up, self.last_proposer = self.last_proposer != "draft", plan.proposer
         if plan.proposer is None and num_replayed > 0:
             if self.planned.proposer == "draft":  # drafting is to blame for the replay
                 trial.judge(accepted.progress, verify_seconds, plain)
             return
-        self.costs.record(self.cost_part(plan.proposer), num_tokens, verify_seconds)
+        verify_part, num_tokens = self.cost_part(plan.proposer), num_rows * tree.num_nodes
+        self.costs.record(verify_part, num_tokens, verify_seconds)
         if plan.proposer != "draft":
             return
-        unfinished = [row for row, is_finished in enumerate(accepted.is_finished) if not is_finished]
-        if unfinished:  # finished rows' paths may be cut short
-            self.count(tree, [accepted.nodes[row] for row in unfinished])
+
+        self.reach.record(tree, accepted)
         self.calibration.record(tree, accepted)
         levels = 1 if self.kind.drafts_in_one_pass else max(tree.depth, 1)  # a discarded tree has none
         self.costs.record("draft", levels, draft_seconds)
-        drafted = self.costs.seconds("draft", levels)
-        verified = self.costs.seconds(self.cost_part("draft"), num_tokens)
+        drafted, verified = self.costs.seconds("draft", levels), self.costs.seconds(verify_part, num_tokens)
         if drafted is None or verified is None:
             return
-        if not was_drafted and plain is not None:
-            # The draft had to catch up. That time is lost if drafting turns out not to pay.
+
+        if catches_up and plain is not None:  # that time is lost if drafting turns out not to pay
             trial.lost += max(draft_seconds - drafted, 0.0) / plain
-        only_measures = self.reads_draft and self.planned.prices is None and self.planned != self.max_plan
+        only_measures = self.is_priced and self.planned.prices is None and self.planned != self.max_plan
         if only_measures and tree.num_nodes > 1:
             if plain is not None:
                 trial.lost += max((draft_seconds + verify_seconds) / plain - accepted.progress, 0.0)
@@ -404,24 +384,6 @@ class Policy(StaticPolicy):
             plain, twice = self.plain_seconds(num_rows), self.plain_seconds(2 * num_rows)
             share = min(twice / plain - 1, 1.0) if plain and twice else 0.0
         return share * sum(counts) / num_rows + (1 - share) * slowest
-
-    def count(self, tree: DraftTree, nodes: list[list[int]]) -> None:
-        """Counts how deep rows followed the draft, by the accepted `nodes` of each."""
-        for counts in (self.num_reached, self.num_accepted):
-            counts[:] = [self.MEMORY * count for count in counts]
-        for path in nodes:
-            for level in range(min(tree.max_depth, len(self.num_reached))):
-                self.num_reached[level] += len(path) > level
-                self.num_accepted[level] += len(path) > level + 1
-
-    def expected_tokens(self) -> list[float]:
-        """The expected tokens of a tree of depth 1, 2, ..."""
-        tokens, share, rate = [1.0], 1.0, 1.0
-        for num_accepted, num_reached in zip(self.num_accepted, self.num_reached):
-            rate = (num_accepted + self.PRIOR * rate) / (num_reached + self.PRIOR)
-            share *= rate
-            tokens.append(tokens[-1] + share)
-        return tokens[1:]
 
 
 # The policies of each target with each of its drafts. Threads share them: they are replaced, never changed.
