@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel, GenerationConfig, GenerationMixi
 
 import hf_eagle3
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.remote_code.auto_eagle3 import NEEDS, TESTED, VERSION, missing_names
+from hf_eagle3.remote_code.auto_eagle3 import NEEDS, TESTED, VERSION, advice, missing_names
 
 
 SOURCE = Path(hf_eagle3.__file__).parent / "remote_code"
@@ -102,7 +102,12 @@ def test_what_is_missing_is_named_when_a_draft_is_loaded(case, draft, tmp_path, 
         Eagle3ForSpeculation.from_pretrained(tmp_path)
     message = str(error.value)
     assert f"transformers {transformers.__version__} has no {missing}. " in message
-    assert f"transformers {TESTED[0]} to {TESTED[1]}" in message and "`pip install -U hf-eagle3`" in message
+    assert f"transformers {TESTED[0]} to {TESTED[1]}. Install such a transformers, or a newer hf-eagle3" in message
+
+
+def test_an_old_transformers_is_to_be_updated(monkeypatch):
+    monkeypatch.setattr(transformers, "__version__", "5.12.1")
+    assert advice().endswith(f"Update it: `pip install -U 'transformers>={TESTED[0]}'`.")
 
 
 def test_methods_that_others_have_wrapped_are_there(monkeypatch):
@@ -184,7 +189,7 @@ def test_the_copy_can_be_insisted_on(saved, warned, changes, version, monkeypatc
         assert is_copy(draft) and is_copy(draft.config) and not warned
         return
     what = "ThatWasRenamed" if changes is GONE else "_that_was_removed"
-    with pytest.raises(ImportError, match=f"(?s){what}.*5.17 to .*pip install -U hf-eagle3"):
+    with pytest.raises(ImportError, match=f"(?s){what}.*5.17 to .*or a newer hf-eagle3"):
         load(saved)
 
 

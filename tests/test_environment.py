@@ -2,6 +2,7 @@ import io
 import runpy
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,6 +43,17 @@ def test_errors_of_scripts_are_shown_in_a_line(error):
         raise error("what to do")
 
     with pytest.raises(SystemExit, match=f"^{error.__name__}: what to do$"):
+        run_script(main)
+
+
+def test_a_server_that_cannot_be_reached_is_named():
+    class ConnectError(HTTPError):
+        request = SimpleNamespace(url=SimpleNamespace(host="huggingface.co"))
+
+    def main():
+        raise ConnectError("[Errno -2] Name or service not known")
+
+    with pytest.raises(SystemExit, match=r"^ConnectError: .* not known. huggingface.co could not be reached.$"):
         run_script(main)
 
 
@@ -93,6 +105,7 @@ def test_commands_are_for_the_shell_of_the_system(monkeypatch, platform, expecte
 
 ALONE = """
 import sys
+from types import SimpleNamespace
 for name in ("trl", "datasets", "peft", "accelerate", "evaluate", "aiohttp", "matplotlib"):
     sys.modules[name] = None
 import hf_eagle3

@@ -187,7 +187,17 @@ def errors_in_one_line() -> Iterator[None]:
     try:
         yield
     except (HTTPError, ImportError, OSError, StrictDataclassError, ValueError) as error:
-        raise SystemExit(f"{type(error).__name__}: {error}") from None
+        raise SystemExit(f"{type(error).__name__}: {error}{unreached_host(error)}") from None
+
+
+def unreached_host(error: Exception) -> str:
+    """Returns what an error without an answer of a server does not say: which server it was."""
+    if not isinstance(error, HTTPError) or getattr(error, "response", None) is not None:
+        return ""
+    try:
+        return f". {error.request.url.host} could not be reached."
+    except RuntimeError:  # it has no request
+        return ""
 
 
 def run_script(main: Callable[[], None]) -> None:

@@ -126,7 +126,7 @@ def uses(owner: type, attribute: str) -> bool:
 
 
 def advice() -> str:
-    return (
-        f"The code of this draft (hf-eagle3 {VERSION}) was tested with transformers {TESTED[0]} to {TESTED[1]}. Run `pip install "
-        "-U hf-eagle3`, whose newer code then reads the draft, or install such a transformers."
-    )
+    tested = f"The code of this draft (hf-eagle3 {VERSION}) was tested with transformers {TESTED[0]} to {TESTED[1]}."
+    if TorchVersion(transformers.__version__) < TESTED[0]:
+        return f"{tested} Update it: `pip install -U 'transformers>={TESTED[0]}'`."
+    return f"{tested} Install such a transformers, or a newer hf-eagle3, whose code then reads the draft."
