@@ -39,6 +39,7 @@ DEFAULTS = {
     "is_neox_style": True,  # vLLM's name: the halves of a head rotate together, not its neighbours
     "norm_type": "rms",
     "partial_rotary_factor": 1.0,
+    "rope_is_neox_style": True,  # SGLang's name for it
     "use_rope": True,
     "use_rotary_pos_emb": True,
 }
@@ -190,8 +191,9 @@ def check_layers(config: Eagle3Config) -> None:
     factor = rope.get("partial_rotary_factor") or 1.0
     if factor != 1:  # transformers' Llama would ignore it
         raise ValueError(
-            f"`partial_rotary_factor` is {factor}, but the layers of a draft rotate whole heads. DeepSpec copies it from the "
-            "target, though its layers rotate whole heads, too. If this is such a draft, remove the key."
+            f"`partial_rotary_factor` is {factor}, but the layers of a draft rotate whole heads. So do those of SpecForge, speculators "
+            "and DeepSpec, even if they copy the key from the target. If this is such a draft, remove the key. If it was trained to "
+            "rotate a part of each head, run it in vLLM or SGLang."
         )
     if not set(layer_config.layer_types) <= {"full_attention", "sliding_attention"}:
         raise ValueError(
