@@ -711,6 +711,7 @@ def test_the_configuration_of_a_target(tmp_path, model_type):
         ({"head_dim": None, "rope_theta": None}, r"lacks \['head_dim', 'rope_theta'\]"),
         ({"attn_output_gate": True}, "attn_output_gate"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "these drafts rotate whole heads"),
         ({"use_rope": False}, "use_rope"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -104,12 +104,13 @@ def test_what_changes_nothing(tmp_path, target, reference, changes):
         ({"rope_scaling": {**LONGROPE, "long_factor": ["1"] * 4}}, "`long_factor` is .* must be a list of 4 numbers"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         (
-            {"partial_rotary_factor": 0.5},
-            "`partial_rotary_factor` is 0.5, .*such a draft, remove the key.*vLLM or SGLang",
+            {"partial_rotary_factor": 0.4},
+            "`partial_rotary_factor` is 0.4, but must .* an even number of a head's 8 entries",
         ),
+        ({"rope_parameters": {"partial_rotary_factor": 2}}, "`partial_rotary_factor` is 2, but must be at most 1"),
         (
-            {"rope_parameters": {"partial_rotary_factor": 0.5}},
-            "`partial_rotary_factor` is 0.5, .*such a draft, remove the key.*vLLM or SGLang",
+            {"partial_rotary_factor": 1, "rope_parameters": {"partial_rotary_factor": 0.5}},
+            "is 1 in config.json, but 0.5 in its `rope_para",
         ),
         ({"eagle_config": {"partial_rotary_factor": 0.5}}, "does not know: .'eagle_config.partial_rotary_factor'"),
         ({"norm_type": "layer"}, "norm_type"),

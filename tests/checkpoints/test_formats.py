@@ -355,6 +355,7 @@ def test_what_sglang_checks_of_what_we_export(tmp_path, target):
         ({"head_dim": 4}, "safeailab", "head_dim"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, "safeailab", "default three"),
         ({"rope": LLAMA3}, "safeailab", "scaled rotary"),
+        ({"rope": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "sglang", "a part of each head"),
         ({"attention_bias": True}, "safeailab", "biases"),
         ({"attention_bias": True}, "sglang", "biases"),
         ({"hidden_act": "gelu"}, "sglang", "an activation"),
