@@ -191,13 +191,16 @@ def check_layers(config: Eagle3Config) -> None:
     dim = int(layer_config.head_dim * factor)
     if factor > 1 or dim % 2 or dim == 0:
         raise ValueError(
-            f"`partial_rotary_factor` is {factor}, but must be at most 1, and rotate an even number of a head's {layer_config.head_dim} entries."
+            f"`partial_rotary_factor` is {factor}, but must be at most 1, and rotate an even number of a head's "
+            f"{layer_config.head_dim} entries."
         )
     for name in rope.keys() & ROPE_LISTS:
         factors, length = rope[name], dim // 2
         is_list = isinstance(factors, list) and all(type(factor) in (int, float) for factor in factors)
         if not (is_list and len(factors) == length):
-            raise ValueError(f"`{name}` is {factors!r}, but must be a list of {length} numbers, half of `head_dim`.")
+            raise ValueError(
+                f"`{name}` is {factors!r}, but must be a list of {length} numbers, one for each two rotated entries."
+            )
     if not set(layer_config.layer_types) <= {"full_attention", "sliding_attention"}:
         raise ValueError(
             f"`layer_types` is {layer_config.layer_types}, but a draft has 'full_attention' and 'sliding_attention' only."
