@@ -252,6 +252,17 @@ def test_activations_quantized_per_tensor_are_refused(draft, settings, is_refuse
         target.generate(make_prompt(5), assistant_model=draft, **SETTINGS)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "dynamic", "is_refused"), [("tensor", True, True), ("tensor", False, False), ("token", True, False)]
+)
+def test_activations_that_compressed_tensors_quantizes(draft, strategy, dynamic, is_refused):
+    target, args = make_target("llama"), SimpleNamespace(strategy=strategy, dynamic=dynamic)
+    scheme = SimpleNamespace(weights=None, input_activations=args, output_activations=None)
+    target.model.layers[1].mlp.up_proj.quantization_scheme = scheme
+    with pytest.raises(ValueError, match="depend on all tokens of a forward") if is_refused else nullcontext():
+        target.generate(make_prompt(5), assistant_model=draft, **SETTINGS)
+
+
 class Interrupt(Exception):
     pass
 

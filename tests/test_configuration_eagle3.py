@@ -54,7 +54,7 @@ def test_vocab_size_is_the_targets(target):
             "`draft_vocab_size` is 100, but must be from 1 to 50",
         ),
         ({"speculators_model_type": "mtp"}, "expected 'eagle3'"),
-        ({"transformer_layer_config": {"partial_rotary_factor": 0.5}}, "rotate whole heads"),
+        ({"transformer_layer_config": {"partial_rotary_factor": 2}}, "must be at most 1"),
         ({"speculators_config": {"verifier": "big/model"}}, "but must be a mapping"),
         ({"speculators_config": {"verifier": {"name_or_path": 3}}}, "but must be a mapping"),
         ({"speculators_config": "eagle3"}, "'speculators_config'"),

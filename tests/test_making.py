@@ -104,3 +104,18 @@ def test_layers_that_are_unpacked_at_the_first_forward():
     assert all(map(torch.equal, TargetStates(target, [1, 2, 3])(inputs), expected))
     pack()
     assert Eagle3ForSpeculation.from_target(target).lm_head.weight.equal(target.lm_head.weight)
+
+
+def test_a_draft_that_is_unpacked_at_the_first_forward():
+    """As of compressed-tensors. Decoding runs only its layers."""
+    target = make_target("llama")
+    draft = Eagle3ForSpeculation.from_target(target)
+    weight = draft.fc._parameters.pop("weight")
+    draft.hf_quantizer = None
+
+    def unpack(*args):
+        draft.fc.weight = weight
+
+    draft.register_forward_pre_hook(unpack)
+    draft.validate_target(target)
+    assert draft.fc.weight is weight

@@ -39,6 +39,7 @@ DEFAULTS = {
     "is_neox_style": True,  # vLLM's name: the halves of a head rotate together, not its neighbours
     "norm_type": "rms",
     "partial_rotary_factor": 1.0,
+    "rope_is_neox_style": True,  # SGLang's name for it
     "use_rope": True,
     "use_rotary_pos_emb": True,
 }
@@ -182,17 +183,24 @@ def check_layers(config: Eagle3Config) -> None:
     check_model_type(layer_config.model_type)
     rope = layer_config.rope_parameters or {}  # here also what stood in old keys
     check_rope(rope)
+    factor = rope.get("partial_rotary_factor") or 1.0
+    if factor != 1 and config.model_type != "eagle3":  # z-lab's code ignores it, and other drafts are ours
+        raise ValueError(
+            f"`partial_rotary_factor` is {factor}, but the layers of these drafts rotate whole heads. Remove it."
+        )
+    dim = int(layer_config.head_dim * factor)
+    if factor > 1 or dim % 2 or dim == 0:
+        raise ValueError(
+            f"`partial_rotary_factor` is {factor}, but must be at most 1, and rotate an even number of a head's "
+            f"{layer_config.head_dim} entries."
+        )
     for name in rope.keys() & ROPE_LISTS:
-        factors, length = rope[name], layer_config.head_dim // 2
+        factors, length = rope[name], dim // 2
         is_list = isinstance(factors, list) and all(type(factor) in (int, float) for factor in factors)
         if not (is_list and len(factors) == length):
-            raise ValueError(f"`{name}` is {factors!r}, but must be a list of {length} numbers, half of `head_dim`.")
-    factor = rope.get("partial_rotary_factor") or 1.0
-    if factor != 1:  # transformers' Llama would ignore it
-        raise ValueError(
-            f"`partial_rotary_factor` is {factor}, but the layers of a draft rotate whole heads. DeepSpec copies it from the "
-            "target, though its layers rotate whole heads, too. If this is such a draft, remove the key."
-        )
+            raise ValueError(
+                f"`{name}` is {factors!r}, but must be a list of {length} numbers, one for each two rotated entries."
+            )
     if not set(layer_config.layer_types) <= {"full_attention", "sliding_attention"}:
         raise ValueError(
             f"`layer_types` is {layer_config.layer_types}, but a draft has 'full_attention' and 'sliding_attention' only."

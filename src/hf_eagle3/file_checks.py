@@ -397,17 +397,32 @@ def without_load_report() -> Iterator[None]:
         transformers_logger.removeFilter(is_no_report)
 
 
+def d2t_of(t2d: torch.Tensor) -> torch.Tensor:
+    """Returns the `d2t` that belongs to a `t2d`, if the rows of the head are in the order of their tokens, as usual."""
+    token_ids = t2d.bool().nonzero().flatten()
+    return token_ids - torch.arange(len(token_ids), device=token_ids.device)
+
+
 def mend_mapping(draft: "DraftModel", info: dict[str, Any], source: str | Path, **kwargs: Any) -> None:
     """
-    Completes the vocabulary mapping of a loaded draft as other readers do. It derives a `t2d` that is not stored, and ignores
-    a mapping without effect beside the whole vocabulary. What it mends leaves `info`, transformers' report of missing and
-    unexpected tensors.
+    Completes the vocabulary mapping of a loaded draft as other readers do. It derives a `t2d` or `d2t` that is not stored, and
+    ignores a mapping without effect beside the whole vocabulary. What it mends leaves `info`, transformers' report of missing
+    and unexpected tensors. Raises `ValueError` if there is only a `t2d`, and it marks more or fewer tokens than the draft has.
     """
     if draft.d2t is not None and "t2d" in info["missing_keys"] and "d2t" not in info["missing_keys"]:
         if not draft.d2t.is_meta:
             ids = torch.arange(draft.config.vocab_size, device=draft.d2t.device)
             draft.t2d = torch.isin(ids, draft.draft_token_ids)
         info["missing_keys"].remove("t2d")
+    if draft.t2d is not None and "d2t" in info["missing_keys"] and "t2d" not in info["missing_keys"]:
+        if not draft.t2d.is_meta:
+            draft.d2t = d2t_of(draft.t2d)
+            if len(draft.d2t) != draft.config.draft_vocab_size:
+                raise ValueError(
+                    f"{source} has no `d2t`, and its `t2d` marks {len(draft.d2t)} tokens, but `draft_vocab_size` is "
+                    f"{draft.config.draft_vocab_size}. Download the checkpoint again."
+                )
+        info["missing_keys"].remove("d2t")
     if draft.d2t is None and (held := info["unexpected_keys"] & {"d2t", "t2d"}):
         from .checkpoints.files import read_tensors  # here, because that module imports this one
 

@@ -690,7 +690,8 @@ def test_a_draft_vocabulary_is_saved(tmp_path):
 OF_TARGETS = {
     "llama": {},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": 16},
-    "qwen3_vl_text": {"rope_scaling": {"mrope_section": [2, 1, 1], "rope_type": "default"}},
+    "qwen3_vl_text": {"rope_scaling": {"mrope_section": [2, 1, 1], "rope_type": "default", "mrope_interleaved": True}},
+    "qwen2_5_vl_text": {"rope_scaling": {"mrope_section": [2, 1, 1], "type": "mrope"}},
 }
 
 
@@ -710,6 +711,7 @@ def test_the_configuration_of_a_target(tmp_path, model_type):
         ({"head_dim": None, "rope_theta": None}, r"lacks \['head_dim', 'rope_theta'\]"),
         ({"attn_output_gate": True}, "attn_output_gate"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "these drafts rotate whole heads"),
         ({"use_rope": False}, "use_rope"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -779,6 +781,7 @@ def test_layer_ids_that_angelslim_repeats(tmp_path):
         ({"dflash_config": {"mask_token_id": MASK}}, "`target_layer_ids` is None"),
         ({"dflash_config": {"target_layer_ids": [0, 2]}}, "`mask_token_id` is None"),
         ({"dflash_config": {"mask_token_id": 96, "target_layer_ids": [0, 2]}}, "`mask_token_id` is 96, .* 96 tokens"),
+        ({"dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, -2]}}, "must be .* from -1 .the embedding. on"),
         ({"dflash_config": 3}, "`dflash_config` is 3"),
         ({"block_size": 1}, "`block_size` is 1"),
         ({"is_causal": True, "dflash_config": {**JETSPEC_CONFIG["dflash_config"], "causal_head": False}}, "contradict"),
@@ -878,9 +881,14 @@ def test_what_a_configuration_must_say():
     ):
         with pytest.raises(ValueError, match=message):
             DFlashForSpeculation.from_target(target, **overrides)
-    embedding = DFlashForSpeculation.from_target(target, eagle_aux_hidden_state_layer_ids=[0, 2])
-    with pytest.raises(ValueError, match="no number for the embedding"):
-        embedding.config.to_json_string()
+
+
+def test_the_embedding_is_before_the_first_layer():
+    """In z-lab's code and transformers' DFlash, `k` is `hidden_states[k + 1]`."""
+    draft = DFlashForSpeculation.from_target(make_target("llama"), eagle_aux_hidden_state_layer_ids=[0, 2])
+    written = draft.config.to_diff_dict()
+    assert written["dflash_config"]["target_layer_ids"] == [-1, 1]
+    assert DFlashConfig.from_dict(written).eagle_aux_hidden_state_layer_ids == [0, 2]
 
 
 def test_a_mask_that_the_target_does_not_embed(tmp_path):

@@ -168,6 +168,7 @@ WORDS = {
     "layers with a window": "windows",
     "parallel drafting": "parallel drafts",
     "an activation other than silu": "activations other than silu",
+    "rotary embeddings of a part of each head": "partial rotation",
     "rotary embeddings scaled other than by linear or llama3": "yarn",
     "`dynamic` rotary scaling, or an `attention_factor`": "`dynamic`",
     "more or fewer than three states": "other than three states",

@@ -103,16 +103,20 @@ def test_what_changes_nothing(tmp_path, target, reference, changes):
         ),
         ({"rope_scaling": {**LONGROPE, "long_factor": ["1"] * 4}}, "`long_factor` is .* must be a list of 4 numbers"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
-        ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor` is 0.5, .*such a draft, remove the key"),
         (
-            {"rope_parameters": {"partial_rotary_factor": 0.5}},
-            "`partial_rotary_factor` is 0.5, .*such a draft, remove the key",
+            {"partial_rotary_factor": 0.4},
+            "`partial_rotary_factor` is 0.4, but must .* an even number of a head's 8 entries",
+        ),
+        ({"rope_parameters": {"partial_rotary_factor": 2}}, "`partial_rotary_factor` is 2, but must be at most 1"),
+        (
+            {"partial_rotary_factor": 1, "rope_parameters": {"partial_rotary_factor": 0.5}},
+            "is 1 in config.json, but 0.5 in its `rope_para",
         ),
         ({"eagle_config": {"partial_rotary_factor": 0.5}}, "does not know: .'eagle_config.partial_rotary_factor'"),
         ({"norm_type": "layer"}, "norm_type"),
         *(
             ({key: False}, f"does not know: .'{key}'")
-            for key in ("use_rotary_pos_emb", "is_causal", "use_rope", "is_neox_style")
+            for key in ("use_rotary_pos_emb", "is_causal", "use_rope", "is_neox_style", "rope_is_neox_style")
         ),
         ({"eagle_config": {"use_rope": False}}, r"does not know: \['eagle_config.use_rope'\]"),
         (
@@ -130,6 +134,14 @@ def test_what_changes_nothing(tmp_path, target, reference, changes):
             "`alpha` .1000.0.*also set `rope_theta` to 100000000, which vLLM computes",
         ),
         ({"rope_scaling": "yarn"}, "`rope_scaling` is 'yarn', but must be a mapping"),
+        (
+            {"rope_scaling": {"type": "linear"}},
+            r"read as sglang: Missing required keys in `rope_parameters` .*\{'factor'\}",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 8.0}, "rope_scaling": YARN},
+            "`rope_scaling` says .*'yarn'.*4.0.*, but `rope_parameters` .*'linear'.*8.0.*. Remove the wrong one",
+        ),
         ({"rope_scaling": {"factor": 8.0}}, "`rope_scaling` has a `factor` of 8.0, but no `rope_type`. Set it"),
         ({"draft_num_hidden_layers": "two"}, "`draft_num_hidden_layers` is 'two', but must be a positive integer"),
         (

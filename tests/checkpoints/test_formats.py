@@ -216,6 +216,16 @@ def test_tokens_in_order_of_frequency(tmp_path, target, has_t2d, has_head):
     )
 
 
+def test_a_mapping_without_d2t(tmp_path, target):
+    """`t2d` says the same if the tokens are sorted, as all but Model-Optimizer write them."""
+    reference = make_reference(target)
+    config, tensors = sglang(reference), midlayer(reference)
+    del tensors["d2t"]
+    for changes in ({}, {"draft_vocab_size": None}):
+        folder = write(tmp_path / "draft", {**config, **changes}, {**tensors, "t2d": tensors["t2d"].byte()})
+        assert_same(Eagle3ForSpeculation.from_pretrained(folder), reference, target)
+
+
 @pytest.mark.parametrize("mapping", ["none", "neutral"])
 def test_the_full_vocabulary(tmp_path, target, mapping):
     reference = make_reference(target, full=True)
@@ -345,6 +355,7 @@ def test_what_sglang_checks_of_what_we_export(tmp_path, target):
         ({"head_dim": 4}, "safeailab", "head_dim"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, "safeailab", "default three"),
         ({"rope": LLAMA3}, "safeailab", "scaled rotary"),
+        ({"rope": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "sglang", "a part of each head"),
         ({"attention_bias": True}, "safeailab", "biases"),
         ({"attention_bias": True}, "sglang", "biases"),
         ({"hidden_act": "gelu"}, "sglang", "an activation"),
@@ -414,7 +425,10 @@ def test_bad_checkpoints(tmp_path, target):
     with pytest.raises(ValueError, match="no known EAGLE-3 format"):
         load(tensors=make_target("llama").state_dict())
     with pytest.raises(ValueError, match="there is no d2t"):
-        load(tensors={name: tensor for name, tensor in tensors.items() if name != "d2t"})
+        load(tensors={name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")})
+    with pytest.raises(ValueError, match="`draft_vocab_size` is 32, but t2d maps 31 tokens"):
+        marks = tensors["t2d"] & (torch.arange(96) > 1)
+        load(tensors={name: tensor for name, tensor in tensors.items() if name != "d2t"} | {"t2d": marks})
     with pytest.raises(ValueError, match="Missing: .*norm.weight"):
         load(tensors={name: tensor for name, tensor in tensors.items() if name != "norm.weight"})
     with pytest.raises(ValueError, match="it holds .'magic.weight'., which EAGLE-3 drafts do not have"):

@@ -62,6 +62,8 @@ FORMS = {
     "yarn of gpt-oss": ({"rope_scaling": {"rope_type": "yarn", **YARN, "truncate": False}}, {}),
     "yarn of DeepSeek": ({"rope_scaling": {"type": "yarn", **YARN, "mscale": 0.7, "mscale_all_dim": 1.0}}, {}),
     "longrope": ({"rope_scaling": {"rope_type": "longrope", **LONGROPE, "factor": 8.0}}, {}),
+    "part of a head": ({"partial_rotary_factor": 0.5}, {}),
+    "part of a head, scaled": ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "partial_rotary_factor": 0.5}}, {}),
     "new keys": ({"rope_theta": None, "rope_parameters": {"rope_type": "llama3", **LLAMA3, "rope_theta": 1e6}}, {}),
 }
 
@@ -155,7 +157,8 @@ class PlainDraft:
         )
         self.dim = len(tensors["layers.0.self_attn.q_proj.weight"]) // HEADS
         self.num_layers = len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
-        angles, self.scale = frequencies(config, self.dim)
+        rope = {**config, **(config.get("rope_scaling") or {})}
+        angles, self.scale = frequencies(config, int(self.dim * rope.get("partial_rotary_factor", 1)))
         self.angles = torch.tensor(angles, dtype=torch.double)
         self.read = [[] for _ in range(self.num_layers)]  # position, key and value of the rows
 
@@ -172,8 +175,8 @@ class PlainDraft:
 
     def rotate(self, heads, position):
         cos, sin = (self.scale * f(position * self.angles) for f in (torch.cos, torch.sin))
-        first, second = heads.chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        first, second, rest = heads.split([len(cos), len(cos), self.dim - 2 * len(cos)], dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
     def window(self, i):
         layer_types = self.config.get("layer_types") or []

@@ -1,6 +1,7 @@
 """Checkpoints of the speculators package: the same logits as its own code gives."""
 
 import importlib.util
+import itertools
 import json
 from pathlib import Path
 
@@ -131,12 +132,14 @@ def test_the_report_of_a_failed_conversion_is_shown(monkeypatch):
 
 
 def test_mappings_as_others_write_them(tmp_path):
-    """vLLM ignores `t2d`, and a mapping of the whole vocabulary."""
-    folder = copy_of(tmp_path / "draft", "classic", drop=["t2d"])
+    """vLLM ignores `t2d`, and a mapping of the whole vocabulary. Of sorted tokens, `t2d` says as much as `d2t`."""
     expected = load_file(FIXTURES / "classic" / "model.safetensors")
-    for loader in (Eagle3ForSpeculation, AutoModel):
-        draft = loader.from_pretrained(folder)
+    for absent, loader in itertools.product(("t2d", "d2t"), (Eagle3ForSpeculation, AutoModel)):
+        draft = loader.from_pretrained(copy_of(tmp_path / "draft", "classic", drop=[absent]))
         assert draft.t2d.equal(expected["t2d"]) and draft.d2t.equal(expected["d2t"])
+    folder = copy_of(tmp_path / "draft", "classic", drop=["d2t"], t2d=~expected["t2d"] | (torch.arange(24) < 5))
+    with pytest.raises(ValueError, match="`t2d` marks 1[3-9] tokens, but `draft_vocab_size` is 12"):
+        Eagle3ForSpeculation.from_pretrained(folder)
     neutral = {"d2t": torch.zeros(24, dtype=torch.long), "t2d": torch.ones(24, dtype=torch.bool)}
     for absent, ids in (((), {}), (("embed_tokens.weight",), {}), ((), {"d2t": torch.arange(24)})):
         folder = copy_of(tmp_path / "draft", "full_vocabulary", absent, **neutral | ids)

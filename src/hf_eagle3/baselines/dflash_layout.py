@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedConfig, Qwen3Config
 
 from ..checkpoints.keys import is_neutral
-from ..config_checks import DEFAULTS, NEUTRAL_LAYER_KEYS, changed_defaults
+from ..config_checks import DEFAULTS, NEUTRAL_LAYER_KEYS, NEUTRAL_ROPE_KEYS, changed_defaults
 from ..remote_code.configuration_eagle3 import NEUTRAL_KEYS, unknown_keys
 
 
@@ -69,8 +69,8 @@ NEUTRAL_SPECULATORS_KEYS = {
 def nested_form(content: dict[str, Any]) -> dict[str, Any]:
     """
     Returns the fields of a [`DFlashConfig`], given them or a `config.json` in z-lab's layout or that of `speculators`. In
-    z-lab's, ids of layers count outputs, so `k` is the state that enters layer `k + 1`. Raises `ValueError` if it is not a
-    block draft's, or has unknown keys.
+    z-lab's, ids of layers count outputs, so `k` is the state that enters layer `k + 1`, and -1 is the embedding. Raises
+    `ValueError` if it is not a block draft's, or has unknown keys.
     """
     if content.get("speculators_model_type") == "dflash":
         return speculators_form(content)
@@ -102,7 +102,7 @@ def nested_form(content: dict[str, Any]) -> dict[str, Any]:
             "This config.json is not what was saved. Download it again, or remove `config_digest` if you changed it on purpose."
         )
     placed = {**content, **dflash}
-    layer_ids = checked_layer_ids("target_layer_ids", placed)
+    layer_ids = checked_layer_ids("target_layer_ids", placed, first=-1)
     is_causal = {bool(placed[key]) for key in CAUSAL_KEYS if placed.get(key) is not None}
     if len(is_causal) > 1:
         raise ValueError(f"{', '.join(CAUSAL_KEYS)} contradict each other in this config.json.")
@@ -114,7 +114,11 @@ def nested_form(content: dict[str, Any]) -> dict[str, Any]:
     layer_config = {key: content[key] for key in LAYER_KEYS if content.get(key) is not None}
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(layer_config.get(key), dict):  # block drafts take one position a token, whatever their target
-            layer_config[key] = {name: each for name, each in layer_config[key].items() if name != "mrope_section"}
+            layer_config[key] = {
+                name: "default" if each == "mrope" else each
+                for name, each in layer_config[key].items()
+                if name not in NEUTRAL_ROPE_KEYS
+            }
     return {
         "model_type": "dflash",
         "transformer_layer_config": {**layer_config, "model_type": "qwen3"},
@@ -171,22 +175,19 @@ def speculators_form(content: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def checked_layer_ids(name: str, content: dict[str, Any]) -> list[int]:
-    """Returns the ids of layers by a key. Raises `ValueError` if they are not a list of numbers from 0 on."""
-    layer_ids = content.get(name)
-    if not isinstance(layer_ids, list) or not layer_ids or not all(type(id_) is int and id_ >= 0 for id_ in layer_ids):
-        raise ValueError(f"`{name}` is {layer_ids!r}, but must be a list of layers, counted from 0.")
-    return layer_ids
+def checked_layer_ids(name: str, content: dict[str, Any], first: int = 0) -> list[int]:
+    """Returns the ids of layers by a key. Raises `ValueError` if they are not a list of numbers from `first` (the embedding) on."""
+    ids = content.get(name)
+    if not isinstance(ids, list) or not ids or not all(type(id_) is int and id_ >= first for id_ in ids):
+        raise ValueError(
+            f"`{name}` is {ids!r}, but must be a list of numbers of layers, from {first} (the embedding) on."
+        )
+    return ids
 
 
 def flat_form(fields: dict[str, Any]) -> dict[str, Any]:
-    """
-    Returns a `config.json` in z-lab's layout, given the fields of a [`DFlashConfig`]. Raises `ValueError` if it reads the
-    embedding, which that layout cannot say.
-    """
+    """Returns a `config.json` in z-lab's layout, given the fields of a [`DFlashConfig`]."""
     layer_ids = [id_ - 1 for id_ in fields["eagle_aux_hidden_state_layer_ids"]]
-    if min(layer_ids) < 0:
-        raise ValueError("z-lab's layout has no number for the embedding (state 0). Read states of layers.")
     dflash = {key: fields[key] for key in BLOCK_KEYS if fields.get(key) is not None}
     causal = {} if fields.get("is_causal") is None else dict.fromkeys(("causal", "causal_head"), fields["is_causal"])
     verifier = ((fields.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")

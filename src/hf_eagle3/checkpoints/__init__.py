@@ -86,7 +86,7 @@ def read(
     try:
         return flat.read(config, tensors)
     except (AttributeError, KeyError, StrictDataclassError, TypeError, ValueError) as error:  # a value is malformed
-        reason = f"there is no {error}" if isinstance(error, KeyError) else error
+        reason = error.args[0] if isinstance(error, KeyError) else error  # transformers raises it with a message
         raise ValueError(f"{source}, read as {format_of(config)}: {reason}") from error
 
 

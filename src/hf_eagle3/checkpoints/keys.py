@@ -244,21 +244,26 @@ def rope_of(config: dict) -> dict:
             raise ValueError(
                 f"`{key}` has a `factor` of {given['factor']}, but no `rope_type`. Set it to the scaling that the draft was trained with."
             )
-        rope |= {name: value for name, value in given.items() if value is not None}
-    rope.pop("type", None)
+        given = {name: value for name, value in given.items() if value is not None and name != "type"}
+        unlike = {name: value for name, value in given.items() if rope.get(name, value) not in (value, "default")}
+        if unlike:
+            raise ValueError(
+                f"`rope_scaling` says {unlike}, but `rope_parameters` { ({name: rope[name] for name in unlike}) }. Remove the wrong one."
+            )
+        rope |= given
     if rope["rope_type"] == "mrope":  # the old name of the default with an `mrope_section`
         rope["rope_type"] = "default"
     original = config.get("original_max_position_embeddings")  # where Phi has it
     if original and rope["rope_type"] != "default":
         rope.setdefault("original_max_position_embeddings", original)
-    if (factor := config.get("partial_rotary_factor")) not in (None, 1):
-        rope["partial_rotary_factor"] = factor
-    thetas = [theta for theta in (rope.get("rope_theta"), config.get("rope_theta")) if theta is not None]
-    if len(thetas) == 2 and thetas[0] != thetas[1]:
-        raise ValueError(
-            f"`rope_theta` is {thetas[1]!r} in config.json, but {thetas[0]!r} in its `rope_parameters`. Remove the wrong one."
-        )
-    rope["rope_theta"] = (thetas or [10000.0])[0]
+    for name in ("partial_rotary_factor", "rope_theta"):
+        if (said := config.get(name)) is None:
+            continue
+        if rope.setdefault(name, said) != said:
+            raise ValueError(
+                f"`{name}` is {said!r} in config.json, but {rope[name]!r} in its `rope_parameters`. Remove the wrong one."
+            )
+    rope.setdefault("rope_theta", 10000.0)
     if rope["rope_type"] == "dynamic" and rope.get("alpha"):
         dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         theta = rope["rope_theta"] * rope["alpha"] ** (dim / (dim - 2))

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..file_checks import check_mapping, is_neutral_mapping
+from ..file_checks import check_mapping, d2t_of, is_neutral_mapping
 from ..tensor_names import QWEN3_LAYER, our_names
 
 
@@ -86,7 +86,9 @@ def complete(tensors: dict[str, torch.Tensor], report: dict[str, Any], config: d
     if "lm_head.weight" not in tensors and config.get("tie_word_embeddings") and "embed_tokens.weight" in tensors:
         tensors["lm_head.weight"] = tensors["embed_tokens.weight"].clone()
         renamed["embed_tokens.weight"] = "lm_head.weight (tied)"
-    vocab_size = config["vocab_size"]
+    vocab_size, mapping = config["vocab_size"], "d2t" if "d2t" in tensors else "t2d"
+    if mapping == "t2d" and "t2d" in tensors:
+        tensors["d2t"], renamed["t2d"] = d2t_of(tensors["t2d"]), "d2t (computed)"
     held = len(tensors["d2t"]) if "d2t" in tensors else None
     draft_vocab_size = config.get("draft_vocab_size") or held or vocab_size
     if draft_vocab_size == vocab_size and held in (None, vocab_size):
@@ -101,7 +103,7 @@ def complete(tensors: dict[str, torch.Tensor], report: dict[str, Any], config: d
             "its index in the list, which begins with 0."
         )
     elif held != draft_vocab_size:
-        raise ValueError(f"`draft_vocab_size` is {draft_vocab_size}, but d2t maps {held} tokens.")
+        raise ValueError(f"`draft_vocab_size` is {draft_vocab_size}, but {mapping} maps {held} tokens.")
     else:
         check_mapping(tensors["d2t"])
         tensors["d2t"] = tensors["d2t"].long()

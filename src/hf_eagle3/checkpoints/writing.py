@@ -69,6 +69,7 @@ def draft_features(draft: DraftModel) -> dict[str, bool]:
         "parallel drafting": config.is_parallel,
         "an activation other than silu": layer.hidden_act != "silu",
         "a `head_dim` other than hidden_size / num_attention_heads": not heads_fill_width,
+        "rotary embeddings of a part of each head": (rope.get("partial_rotary_factor") or 1) != 1,
         "scaled rotary embeddings": rope_type in ("linear", "llama3"),
         "rotary embeddings scaled other than by linear or llama3": rope_type not in ("default", "linear", "llama3"),
         # SGLang scales `dynamic` from the first token on, and ignores `attention_factor`. OpenVINO reads the same file.

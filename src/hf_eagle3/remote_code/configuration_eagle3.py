@@ -118,8 +118,8 @@ class Eagle3Config(PreTrainedConfig):
             A `config_digest` beside it shows if a config.json was changed.
 
     Raises:
-        ValueError: if a value is of the wrong type, flags exclude each other, the layers are not Llama's or Qwen3's or
-            rotate parts of heads, or the vocabulary sizes do not fit.
+        ValueError: if a value is of the wrong type, flags exclude each other, the layers are not Llama's or Qwen3's, or the
+            vocabulary sizes do not fit.
     """
 
     model_type: ClassVar[str] = "eagle3"

@@ -58,7 +58,16 @@ class Eagle3Head(nn.Linear):
 
 
 class Eagle3RotaryEmbedding(LlamaRotaryEmbedding):
-    """Llama's, but casts leave the frequencies in float32. In bfloat16 positions would be a radian off after a thousand tokens."""
+    """
+    Llama's, but of a part of each head if the configuration has a `partial_rotary_factor`. Casts leave the frequencies in
+    float32. In bfloat16 positions would be a radian off after a thousand tokens.
+    """
+
+    @staticmethod
+    def compute_default_rope_parameters(config: Any = None, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, float]:
+        rope = config.rope_parameters
+        dim = int(config.head_dim * (rope.get("partial_rotary_factor") or 1))
+        return 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim), 1.0
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Eagle3RotaryEmbedding":
         def move(table: torch.Tensor) -> torch.Tensor:
@@ -118,6 +127,8 @@ class Eagle3Attention(LlamaAttention):
 
 
 def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    if (dim := cos.shape[-1]) < states.shape[-1]:  # a part of each head
+        return torch.cat([_rotate(states[..., :dim], cos, sin), states[..., dim:]], dim=-1)
     return states * cos + rotate_half(states) * sin
 
 

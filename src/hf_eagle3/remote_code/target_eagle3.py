@@ -95,7 +95,8 @@ def check_target(target: PreTrainedModel) -> None:
         {
             # Other tokens of a tree would change what it predicts.
             f"{name} has layers that depend on all tokens of a forward: quantized with one scale for them, and not token by token "
-            "(torchao's `PerRow`), in NVFP4 (Four Over Six, too), or adapted by Lily": mixes_tokens(target),
+            "(torchao's `PerRow`, compressed-tensors' `strategy: token`), in NVFP4 (Four Over Six, too), or adapted by "
+            "Lily": mixes_tokens(target),
             f"{name}.prepare_inputs_for_generation was replaced, as PEFT does for prompt and prefix tuning": (
                 target.prepare_inputs_for_generation != prepare
             ),
@@ -126,6 +127,13 @@ def mixes_tokens(target: PreTrainedModel) -> bool:
     classes = {type(module) for module in target.modules()}
     libraries = "torch.ao.nn.quantized.", "fouroversix.", "peft.tuners.lily.", "transformers.integrations.nvfp4"
     if any(each.__module__.startswith(libraries) for each in classes):
+        return True
+    # Of compressed-tensors. Its scales of tokens and of groups are of one token.
+    schemes = [module.quantization_scheme for module in target.modules() if hasattr(module, "quantization_scheme")]
+    activations: list[Any] = [
+        getattr(scheme, f"{kind}_activations") for scheme in schemes for kind in ("input", "output")
+    ]
+    if any(each is not None and each.strategy == "tensor" and each.dynamic for each in activations):
         return True
     # Of torchao, whose calibrated scales are stored.
     scaled = (weight for weight in target.parameters() if getattr(weight, "act_quant_scale", None) is None)
