@@ -266,6 +266,16 @@ def test_arguments_of_a_file_and_an_adapter(files, whole_run, tmp_path, run_reci
     assert "lora" not in card.data.tags and "learning_rate: 0.01" in card.text
 
 
+def test_a_draft_in_a_folder_of_its_repo(files, whole_run, tmp_path, run_recipe, monkeypatch):
+    def trainer(model, **others):
+        raise ValueError(f"with {model.loaded_with} and {model.config.draft_vocab_size} tokens")
+
+    monkeypatch.setattr("hf_eagle3.Eagle3Trainer", trainer)
+    place = ("--draft_name_or_path", files, "--draft_subfolder", "whole", "--draft_revision", "main")
+    result = run_recipe("train.py", *arguments_of(files, tmp_path / "out"), *place)
+    assert "with {'revision': 'main', 'subfolder': 'whole'} and 32 tokens" in result.stderr
+
+
 def test_checkpoints_are_not_overwritten(files, whole_run, run_recipe):
     weights = (files / "whole" / "model.safetensors").read_bytes()
     result = run_recipe("train.py", *arguments_of(files, files / "whole"), *FRESH)
