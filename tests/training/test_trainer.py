@@ -1717,12 +1717,19 @@ def test_streams_that_processes_evaluate(tmp_path, tokenizer, monkeypatch):
         assert isinstance(loader.dataset, Dataset) and loader.dataset["input_ids"][:] == expected["input_ids"][:]
 
 
-def test_processes_that_would_wait_for_each_other(tmp_path, tokenizer, monkeypatch):
-    arguments = {"accelerator_config": {"even_batches": False}}
-    make_trainer(tmp_path, tokenizer, **arguments)
+@pytest.mark.parametrize(
+    "config, error",
+    [
+        ({"even_batches": False}, "even_batches=False.*at its default"),
+        ({"split_batches": True}, "split_batches=True.*one process"),
+    ],
+)
+def test_batches_that_several_processes_cannot_share(tmp_path, tokenizer, monkeypatch, config, error):
+    """They would wait for each other, or count the rows of a step wrongly."""
+    make_trainer(tmp_path, tokenizer, accelerator_config=config)
     monkeypatch.setattr(Eagle3TrainingArguments, "world_size", 2)
-    with pytest.raises(ValueError, match="even_batches=False.*at its default"):
-        make_trainer(tmp_path, tokenizer, **arguments)
+    with pytest.raises(ValueError, match=error):
+        make_trainer(tmp_path, tokenizer, accelerator_config=config)
 
 
 @pytest.mark.parametrize("sizes", [{"cp_size": 2}, {"sp_size": 2}])
