@@ -1106,6 +1106,7 @@ def test_a_target_in_bfloat16_on_a_processor_without_it(tmp_path, monkeypatch, t
         ("loss_type", "dft", "has no effect"),
         ("neftune_noise_alpha", 5.0, "has no effect"),
         ("use_liger_kernel", True, "has no effect"),
+        ("dataset_kwargs", {"add_special_tokens": False}, "would have no effect. Its only key is"),
         ("optim", "adafactor", "has no effect"),
         ("optim_args", "a=1", "has no effect"),
         ("optim_target_modules", "all-linear", "has no effect"),
