@@ -67,6 +67,7 @@ from hf_eagle3.checkpoints import load_ends, target_class
 from hf_eagle3.data import read_json_lines, shows_images
 from hf_eagle3.data.answers import features_of
 from hf_eagle3.data.nulls import with_json
+from hf_eagle3.data.rows import check_utf8
 from hf_eagle3.environment import command_line, errors_in_one_line, folder_or_hub_id, place_of_draft
 from hf_eagle3.training import FeatureStore
 from hf_eagle3.training.models import load_processing_class
@@ -186,7 +187,9 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
     if not files and Path(name).is_file():
         if suffix not in FILE_FORMATS:
             raise ValueError(f"The ending of {name} is not one of {sorted(FILE_FORMATS)} (`--dataset_name`).")
-        if Path(name).stat().st_size == 0:
+        with Path(name).open("rb") as file:
+            is_blank = not file.read(2**16).strip() and not file.read(1)
+        if is_blank:
             raise ValueError(f"{name} is empty. Pass a file with rows (`--dataset_name`).")
         files = [name]
     lines = files or sorted(map(str, Path(name).glob("*.jsonl")))
@@ -203,15 +206,20 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
         return features_of(row for file in lines for _, row in read_json_lines(file))
 
     try:
-        # A stream would fail in the middle of training, at the first row with other columns.
-        loaded = load(features_of_lines() if streaming and suffix != ".json" else None)
-        features = next(iter(loaded.values())).features if lines else None
-        if features is not None and (with_nulls := with_json(features)) != features:
-            return load(with_nulls)
-        return loaded
-    except DatasetGenerationError as error:
-        if (features := features_of_lines()) is not None:
+        try:
+            # A stream would fail in the middle of training, at the first row with other columns.
+            loaded = load(features_of_lines() if streaming and suffix != ".json" else None)
+            features = next(iter(loaded.values())).features if lines else None
+            for file in lines:
+                check_utf8(file)
+            if features is not None and (with_nulls := with_json(features)) != features:
+                return load(with_nulls)
+            return loaded
+        except DatasetGenerationError:
+            if (features := features_of_lines()) is None:
+                raise
             return load(features)
+    except DatasetGenerationError as error:
         if not Path(name).exists():  # it is on the Hub
             raise
         cause = error.__cause__ or error

@@ -332,6 +332,18 @@ def test_files(files, tmp_path, run_recipe):
         assert json.loads((tmp_path / f"out-{number}" / "training.json").read_text())["rows"] == 20
 
 
+@pytest.mark.parametrize("name, content, error", [
+    ("latin.jsonl", '{"text": "caf\xe9"}\n'.encode("latin-1"), "latin.jsonl, line 1 is not in UTF-8"),
+    ("twice.jsonl", b'{"text": "a", "text": "b"}\n', "twice.jsonl cannot be read: JSON parse error: .* twice"),
+    ("blank.jsonl", b"\n \n", "blank.jsonl is empty"),
+])  # fmt: skip
+def test_files_that_cannot_be_read_are_named(tmp_path, name, content, error):
+    (tmp_path / name).write_bytes(content)
+    script = load_script("recipes/train.py")
+    with pytest.raises(ValueError, match=error):
+        script.load_data(script.TrainScriptArguments(dataset_name=str(tmp_path / name)), DatasetMixtureConfig())
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_saved_splits_stay_apart(tmp_path, streaming):
     """`load_dataset` would join those whose names it does not know."""

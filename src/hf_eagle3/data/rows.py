@@ -378,6 +378,18 @@ def summary(problems: Iterable[tuple[int, str]]) -> str:
     return " ".join(parts)
 
 
+def check_utf8(path: str | Path) -> None:
+    """Raises `ValueError` if a line of a file is not in UTF-8. Arrow says so only when it reads the row, without the file's name."""
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode()
+            except UnicodeError as error:
+                raise ValueError(
+                    f"{path}, line {number} is not in UTF-8: {error}. Rewrite the line in UTF-8."
+                ) from None
+
+
 def read_json_lines(path: str | Path) -> Iterator[tuple[int, dict]]:
     """
     Yields the objects of a JSON Lines file with the numbers of their lines, from 1.
