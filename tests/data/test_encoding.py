@@ -367,7 +367,7 @@ def test_thoughts_that_a_template_takes_only_in_contents():
     ("qwen3", False, True),
     ("qwen3", True, False),  # TRL's version writes it
     ("glm4moe", True, True),
-    ("lfm2_2_5", True, True),
+    ("lfm2_2_5_v2", True, True),
 ])  # fmt: skip
 def test_reasoning_that_a_template_writes_only_in_the_last_turn_is_counted(name, assistant_only_loss, is_cut, caplog):
     encoder = RowEncoder(byte_tokenizer(TEMPLATES[name]), "messages", assistant_only_loss=assistant_only_loss)
