@@ -244,9 +244,8 @@ class PromptEncoder:
                 continue
             before, after = messages[:number], messages[number + 1 :]
             for what, shown, without in parts_of(message):
-                if (
-                    isinstance(shown, str) and shown.strip() in text
-                ):  # if only because the template's own prompt is the same
+                # It may be there only because the template's own prompt is the same.
+                if isinstance(shown, str) and shown.strip() in text:
                     continue
                 place = what, not after, *filter(message.get, message)
                 if place not in self.written:
