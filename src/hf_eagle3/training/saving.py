@@ -247,13 +247,6 @@ class DraftSavingTrainer(SFTTrainer):
         self._name_datasets(dataset_name)
         try:
             commit = super().push_to_hub(*args, **kwargs)
-            record = read_record(Path(self.args.output_dir, TRAINING_RECORD))
-            if isinstance(commit, CommitInfo) and (weights := weights_of(record)) is not None:
-                revision = kwargs.get("revision") or self.args.hub_revision
-                delete_other_benchmark(
-                    self.hub_model_id, weights, revision, kwargs.get("token") or self.args.hub_token
-                )
-            return commit
         except Exception:
             if self.is_world_process_zero():
                 logger.error(
@@ -261,6 +254,18 @@ class DraftSavingTrainer(SFTTrainer):
                     f"push it from there: {self.push_command}"
                 )
             raise
+        if not isinstance(commit, CommitInfo):  # another process pushes, or a thread
+            return commit
+        try:
+            weights = weights_of(read_record(Path(self.args.output_dir, TRAINING_RECORD)))
+            place = kwargs.get("revision") or self.args.hub_revision, kwargs.get("token") or self.args.hub_token
+            if weights is not None:  # an adapter's record has none
+                delete_other_benchmark(self.hub_model_id, weights, *place)
+        except Exception as error:  # the draft was pushed
+            logger.warning(
+                f"{self.hub_model_id} may have a benchmark of other weights, which was not deleted: {error}"
+            )
+        return commit
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Refuses a repo that has another model."""
