@@ -65,7 +65,7 @@ from hf_eagle3.evaluation import (
     read_prompts,
     run_benchmark,
 )
-from hf_eagle3.evaluation.benchmark import IN_BATCHES
+from hf_eagle3.evaluation.benchmark import IN_BATCHES, check_batches
 from hf_eagle3.evaluation.drafts import CODE_HELP, CODES, code_of, load_draft, method_of, sampled_digest
 from hf_eagle3.evaluation.profile import format_profile, profile_steps
 from hf_eagle3.evaluation.results import OTHER_DRAFTS, OURS
@@ -195,9 +195,11 @@ def methods_of(args, draft) -> tuple[list[str], dict]:
 
 
 def reader_of_images(args) -> ImageReader | None:
-    """Returns what reads images, if a file has prompts with them and the target sees."""
-    files = [name for name in expand(args.tasks) if Path(name).is_file()]
-    if not any(row.images for file in files for row in read_prompts(file, args.num_prompts)):
+    """Checks the files with prompts. Returns what reads images, if one has prompts with them and the target sees."""
+    names = [name for name in expand(args.tasks) if Path(name).is_file()]
+    files = {task_name(name): read_prompts(name, args.num_prompts) for name in names}
+    check_batches(files, args.batch_sizes)
+    if not any(row.images for rows in files.values() for row in rows):
         return None
     processor = load_processing_class(args.target, with_images=True, trust_remote_code=args.trust_remote_code)
     return ImageReader(processor) if isinstance(processor, ProcessorMixin) else None
@@ -337,6 +339,8 @@ def print_report(args, results: BenchmarkResults, dtype: torch.dtype) -> None:
     print(f"{args.max_new_tokens} new tokens; tree {run['tree']}; {run['environment']}")
     for name, reason in {**run["missing_tasks"], **run["left_out"]}.items():
         print(f"Left out: {name}. {reason}")
+    if args.json and run["left_out"]:
+        print(f"Methods that are left out are not tried again with {args.json}. Choose another file for that.")
     if (alone := [name for name in args.methods if name not in IN_BATCHES]) and max(args.batch_sizes) > 1:
         measured = "Measured at batch size 1 only" if 1 in args.batch_sizes else "Not measured without batch size 1"
         print(f"{measured}, because transformers takes one sequence at a time: {', '.join(alone)}.")

@@ -59,10 +59,13 @@ def main():
     parser.add_argument("--output_dir", required=True, help="A new folder")
     parser.add_argument("--push_to", help="Hub repo to push the folder to")
     parser.add_argument("--revision", help="Branch of that repo. By default the format's name")
+    parser.add_argument("--private", action="store_true", help="Make a new repo private")
     args = parser.parse_args()
     for option, form in (("target_gguf", "gguf"), ("python", "openvino")):
         if getattr(args, option) is not None and args.to != form:
             parser.error(f"--{option} is for --to {form}")
+    if args.private and args.push_to is None:
+        parser.error("--private is for --push_to")
     if args.revision is not None and args.push_to is None:
         parser.error("--revision is for --push_to. To export another revision of the draft, pass --draft_revision")
     check_new_folder(args.output_dir)
@@ -83,7 +86,7 @@ def main():
     print(f"Wrote {args.draft} in the {args.to} format to {args.output_dir}.")
     if args.push_to:
         api, branch = HfApi(), args.revision or args.to
-        repo_id = api.create_repo(args.push_to, exist_ok=True).repo_id
+        repo_id = api.create_repo(args.push_to, private=args.private or None, exist_ok=True).repo_id
         if not branch.startswith("refs/pr"):  # a pull request is no branch that could be made
             api.create_branch(repo_id, branch=branch, exist_ok=True)
         files = operations(Path(args.output_dir), api.list_repo_files(repo_id, revision=branch), REPLACED)

@@ -47,7 +47,7 @@ from hf_eagle3.data.regeneration import beginnings, has_texts, regenerate_locall
 from hf_eagle3.data.rows import read_template_kwargs
 from hf_eagle3.data.server import regenerate_by_server
 from hf_eagle3.data.values import RowError
-from hf_eagle3.environment import run_script, warn_of_slow_bfloat16
+from hf_eagle3.environment import place_of_draft, run_script, warn_of_slow_bfloat16
 from hf_eagle3.evaluation.drafts import load_draft
 from hf_eagle3.tokenizer import read_template
 from hf_eagle3.training.arguments import check_integers, check_shares
@@ -187,17 +187,22 @@ def ask_target(script_args, args, target_config, device, processing_class, pendi
     warn_of_slow_bfloat16(target, target.device, logger)
     draft = None
     if script_args.draft_name_or_path is not None:
-        draft = load_draft(script_args.draft_name_or_path, dtype=target.dtype)
+        draft = load_draft(script_args.draft_name_or_path, dtype=target.dtype, **place_of_draft(script_args))
         draft = draft.to(target.device)
     return regenerate_locally(target.eval(), tokenizer, pending, output, args.batch_size, draft, images, **sampling)
 
 
-def check_who_answers(args, target_config) -> None:
+def check_who_answers(script_args, args, target_config) -> None:
     """Raises `ValueError` if arguments do not fit the server, or the target in this process, that answers."""
     if args.base_url is not None and args.chat_template_path is not None:
         raise ValueError(
             "`--chat_template_path` would do nothing, because the server (`--base_url`) renders the conversations. Leave it out, and "
             "start the server with the template (`--chat-template` of vLLM and SGLang)."
+        )
+    if args.base_url is not None and script_args.draft_name_or_path is not None:
+        raise ValueError(
+            "`--draft_name_or_path` would do nothing, because the server (`--base_url`) answers. Leave it out, and start the server with "
+            "the draft (`--speculative-config` of vLLM)."
         )
     if args.base_url is None and (target_config.tp_plan is not None or target_config.fsdp_size is not None):
         raise ValueError(
@@ -217,7 +222,7 @@ def main():
         template_kwargs = read_template_kwargs({"chat_template_kwargs": args.chat_template_kwargs})
     except RowError as error:
         raise ValueError(f"`--chat_template_kwargs`: {error}.") from None
-    check_who_answers(args, target_config)
+    check_who_answers(script_args, args, target_config)
     if args.push_to_hub is not None:
         validate_repo_id(args.push_to_hub)
     dataset, processing_class, is_continued = prompts_to_answer(script_args, args, target_config, mixture)

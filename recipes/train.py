@@ -67,7 +67,8 @@ from hf_eagle3.checkpoints import load_ends, target_class
 from hf_eagle3.data import read_json_lines, shows_images
 from hf_eagle3.data.answers import features_of
 from hf_eagle3.data.nulls import with_json
-from hf_eagle3.environment import command_line, errors_in_one_line, folder_or_hub_id
+from hf_eagle3.data.rows import check_utf8
+from hf_eagle3.environment import command_line, errors_in_one_line, folder_or_hub_id, place_of_draft
 from hf_eagle3.training import FeatureStore
 from hf_eagle3.training.models import load_processing_class
 from hf_eagle3.training.parser import Eagle3Parser
@@ -85,9 +86,21 @@ class TrainScriptArguments(ScriptArguments):
         default=None,
         metadata={"help": "The draft to train further: a folder or a Hub id. By default a fresh one is made."},
     )
+    draft_revision: str | None = field(
+        default=None, metadata={"help": "Branch, tag or commit of the draft's repo (`--draft_name_or_path`)."}
+    )
+    draft_subfolder: str | None = field(
+        default=None, metadata={"help": "The draft's folder in its repo, if it is not the root."}
+    )
     features_dir: str | None = field(
         default=None, metadata={"help": "A folder of `recipes/extract_features.py` to train on instead of a data set."}
     )
+
+    def __post_init__(self):
+        if self.draft_name_or_path is None and (given := place_of_draft(self)):
+            raise ValueError(
+                f"`draft_{min(given)}` says where the draft is in its repo. Pass `draft_name_or_path` with it."
+            )
 
 
 @dataclass
@@ -174,7 +187,9 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
     if not files and Path(name).is_file():
         if suffix not in FILE_FORMATS:
             raise ValueError(f"The ending of {name} is not one of {sorted(FILE_FORMATS)} (`--dataset_name`).")
-        if Path(name).stat().st_size == 0:
+        with Path(name).open("rb") as file:
+            is_blank = not file.read(2**16).strip() and not file.read(1)
+        if is_blank:
             raise ValueError(f"{name} is empty. Pass a file with rows (`--dataset_name`).")
         files = [name]
     lines = files or sorted(map(str, Path(name).glob("*.jsonl")))
@@ -191,15 +206,20 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
         return features_of(row for file in lines for _, row in read_json_lines(file))
 
     try:
-        # A stream would fail in the middle of training, at the first row with other columns.
-        loaded = load(features_of_lines() if streaming and suffix != ".json" else None)
-        features = next(iter(loaded.values())).features if lines else None
-        if features is not None and (with_nulls := with_json(features)) != features:
-            return load(with_nulls)
-        return loaded
-    except DatasetGenerationError as error:
-        if (features := features_of_lines()) is not None:
+        try:
+            # A stream would fail in the middle of training, at the first row with other columns.
+            loaded = load(features_of_lines() if streaming and suffix != ".json" else None)
+            features = next(iter(loaded.values())).features if lines else None
+            for file in lines:
+                check_utf8(file)
+            if features is not None and (with_nulls := with_json(features)) != features:
+                return load(with_nulls)
+            return loaded
+        except DatasetGenerationError:
+            if (features := features_of_lines()) is None:
+                raise
             return load(features)
+    except DatasetGenerationError as error:
         if not Path(name).exists():  # it is on the Hub
             raise
         cause = error.__cause__ or error
@@ -294,7 +314,7 @@ def make_trainer(
     )
     draft = None
     if script_args.draft_name_or_path is not None:
-        draft = Eagle3ForSpeculation.from_pretrained(script_args.draft_name_or_path)
+        draft = Eagle3ForSpeculation.from_pretrained(script_args.draft_name_or_path, **place_of_draft(script_args))
     trainer = Eagle3Trainer(
         model=draft,
         target_model=load_configured_target(
@@ -350,15 +370,17 @@ def train(trainer: Eagle3Trainer) -> None:
     trainer.accelerator.print(f"Pushed the draft to {trainer.hub_model_id}.")
 
 
-def next_steps(trainer: Eagle3Trainer, target: str, base: str | None, is_adapter: bool) -> str:
+def next_steps(trainer: Eagle3Trainer, target: str, script_args: TrainScriptArguments, is_adapter: bool) -> str:
     """Returns the commands that merge, use, measure and push what was trained."""
+    base = script_args.draft_name_or_path
+    place = "".join(f", {name}={value!r}" for name, value in place_of_draft(script_args).items())
     output_dir = trainer.args.output_dir
     draft, folder = trainer.hub_model_id if trainer.args.push_to_hub else str(Path(output_dir)), Path(output_dir)
     saved, merge = "draft", ""
     if is_adapter:  # engines and scripts take whole drafts
         folder, saved = Path(f"{folder}-merged"), "adapter"
         merge = (
-            f"To merge it:\n\n    base = Eagle3ForSpeculation.from_pretrained({base!r})\n"
+            f"To merge it:\n\n    base = Eagle3ForSpeculation.from_pretrained({base!r}{place})\n"
             f"    draft = PeftModel.from_pretrained(base, {draft!r}).merge_and_unload()\n"
             f"    draft.save_pretrained({str(folder)!r})\n\nThen, to use it:\n\n"
         )
@@ -395,8 +417,8 @@ def main() -> None:
             raise SystemExit(f"train.py: error: {error}") from None
         trainer = make_trainer(script_args, training_args, target_config, mixture)
     train(trainer)
-    target, base = target_config.model_name_or_path, script_args.draft_name_or_path
-    trainer.accelerator.print(next_steps(trainer, target, base, target_config.use_peft))
+    target = target_config.model_name_or_path
+    trainer.accelerator.print(next_steps(trainer, target, script_args, target_config.use_peft))
     # A process that ends while others still talk to its threads may be aborted.
     accelerator = trainer.accelerator
     accelerator.wait_for_everyone()

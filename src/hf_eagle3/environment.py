@@ -123,8 +123,8 @@ def add_place_of_draft(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft_subfolder", help="The draft's folder in its repo, if it is not the root")
 
 
-def place_of_draft(args: argparse.Namespace) -> dict[str, str]:
-    """Returns what [`add_place_of_draft`] has read, as arguments of `from_pretrained`."""
+def place_of_draft(args: Any) -> dict[str, str]:
+    """Returns `draft_revision` and `draft_subfolder` of a script's arguments, as arguments of `from_pretrained`."""
     given = {"revision": args.draft_revision, "subfolder": args.draft_subfolder}
     return {name: value for name, value in given.items() if value is not None}
 

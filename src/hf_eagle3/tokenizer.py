@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,11 +130,39 @@ def padded_inputs(
     return BatchFeature(inputs).to(target.device, target.dtype)  # casts floats only
 
 
-def names_call(content: Any, call: dict) -> bool:
-    """Whether a content has the name of a tool call's function, so that it may have the call as text."""
-    function = call.get("function")
-    name = (function if isinstance(function, dict) else call).get("name")
-    return isinstance(content, str) and isinstance(name, str) and name in content
+def has_call(content: Any, call: dict) -> bool:
+    """Whether a content has the names of a tool call's function and arguments, so that it may have the call as text."""
+    function = call["function"] if isinstance(call.get("function"), dict) else call
+    arguments = function.get("arguments")
+    names = [function.get("name"), *(arguments if isinstance(arguments, dict) else ())]
+    return isinstance(content, str) and all(isinstance(name, str) and name in content for name in names)
+
+
+def parts_of(message: dict) -> Iterator[tuple[str, Any, list[dict]]]:
+    """
+    Yields what a chat template must write of a message: its name for errors, the text that shows it (`None` if it has other
+    forms), and the messages that stand for this one without it.
+    """
+    role, content, calls = message["role"], message["content"], message.get("tool_calls") or []
+    if message.get("tools"):
+        without = {name: value for name, value in message.items() if name != "tools"}
+        yield "tools of a message. Write them into the column `tools`", None, [without]
+    if content and role not in ("user", "assistant"):
+        yield f"messages of {role!r}", content, []
+    if role != "assistant":
+        return
+    if calls and not has_call(content, calls[0]):
+        yield "tool calls", None, [{**message, "tool_calls": []}]
+        if content.strip() if isinstance(content, str) else content:  # Llama 3.1's template leaves it out
+            yield "the text beside a tool call", content, [{**message, "content": ""}]
+    if len(calls) > 1 and not has_call(content, calls[1]):  # gpt-oss's template leaves it out
+        yield "tool calls after a message's first", None, [{**message, "tool_calls": calls[:1]}]
+    if thoughts := next((message[name] for name in THOUGHTS if message.get(name)), None):
+        without = {name: value for name, value in message.items() if name not in THOUGHTS}
+        yield "the assistant's thoughts", thoughts, [without]
+    within, mark, answer = content.partition("</think>") if isinstance(content, str) else ("", "", "")
+    if mark and (within := within.replace("<think>", "").strip()):  # DeepSeek-R1's template leaves it out
+        yield "the assistant's thoughts (what is before </think>)", within, [{**message, "content": answer}]
 
 
 class PromptEncoder:
@@ -151,12 +179,14 @@ class PromptEncoder:
         starts = range(len(with_special) - len(plain) + 1)
         start = next((start for start in starts if with_special[start : start + len(plain)] == plain), 0)
         self.special_tokens = with_special[:start]
-        self.takes_parts = self.takes_text_arguments = False
+        self.takes_parts = self.takes_text_arguments = self.takes_thoughts_in_content = False
         self.takes_parts = self.has_template and self._drops_texts()
         self.takes_text_arguments = (
             self.has_template and self._takes_call('{"a": 1}') and not self._takes_call({"a": 1})
         )
-        self.written: set[str] = set()  # what the template is known to write
+        self.takes_thoughts_in_content = self.has_template and self._takes_thoughts_in_content()
+        # What the template was asked to write, and whether it writes that only in the last turn.
+        self.written: dict[tuple[str | bool, ...], bool] = {}
 
     @property
     def has_template(self) -> bool:
@@ -182,49 +212,64 @@ class PromptEncoder:
             return False
         return True
 
-    def check_written(self, messages: list[dict], text: str, **kwargs: Any) -> None:
+    def _takes_thoughts_in_content(self) -> bool:
+        """Whether the target's answers begin with thoughts that the template takes only in contents (DeepSeek-R1 in TRL's version)."""
+        question, probe = {"role": "user", "content": "a"}, "3.14159"
+        answer = {"role": "assistant", "content": "b", "reasoning_content": probe}
+        try:
+            is_opened = self.render([question], add_generation_prompt=True).rstrip().endswith("<think>")
+            return is_opened and (
+                probe not in self.render([question, answer])
+                and probe in self.render([question, with_thoughts_in_content(answer)])
+            )
+        except Exception:  # the template refuses the probe
+            return False
+
+    def check_written(self, messages: list[dict], text: str, **kwargs: Any) -> bool:
         """
-        Checks that the chat template writes messages of all roles, tool calls, the reasoning of a last answer, tools and
+        Checks that the chat template writes messages of all roles, tool calls, texts beside these, reasoning, tools and
         documents. Many templates silently leave out what they do not know. `text` is what [`~PromptEncoder.render`] makes
         of the messages.
+
+        In a prompt (`add_generation_prompt`), the assistant's turns may be shortened, because the target is asked like that.
+
+        Returns whether the template leaves out something of an earlier turn (reasoning, usually) that it writes in the last one.
 
         Raises:
             ValueError: if the template leaves something out.
         """
+        cuts_earlier = False
         for number, message in enumerate(messages):
-            role, content = message["role"], message["content"]
-            thoughts = next((message[name] for name in THOUGHTS if message.get(name)), None)
-            within, mark, answer = content.partition("</think>") if isinstance(content, str) else ("", "", "")
-            within = within.replace("<think>", "").strip()
-            if message.get("tools"):
-                what, content = "tools of a message. Write them into the column `tools`", None
-                instead = [{name: value for name, value in message.items() if name != "tools"}]
-            elif len(calls := message.get("tool_calls") or []) > 1 and not names_call(content, calls[1]):
-                what, content = "tool calls after a message's first", None  # gpt-oss's template does
-                instead = [{**message, "tool_calls": calls[:1]}]
-            elif calls and not content:  # a content may have them, too
-                what, instead = "tool calls", [{**message, "tool_calls": []}]
-            elif content and role not in ("user", "assistant"):
-                what, instead = f"messages of {role!r}", []
-            elif role == "assistant" and number == len(messages) - 1 and thoughts:  # templates drop earlier ones
-                what, content = "the assistant's thoughts", thoughts
-                instead = [{name: value for name, value in message.items() if name not in THOUGHTS}]
-            elif role == "assistant" and number == len(messages) - 1 and mark and within:  # DeepSeek-R1's template
-                what, content = "the assistant's thoughts (what is before </think>)", within
-                instead = [{**message, "content": answer}]
-            else:
+            if message["role"] == "assistant" and kwargs.get("add_generation_prompt"):
                 continue
-            if what in self.written:
+            before, after = messages[:number], messages[number + 1 :]
+            for what, shown, without in parts_of(message):
+                # It may be there only because the template's own prompt is the same.
+                if isinstance(shown, str) and shown.strip() in text:
+                    continue
+                place = what, not after, *filter(message.get, message)
+                if place not in self.written:
+                    is_cut = self._renders(text, [*before, *without, *after], **kwargs)
+                    is_last = message["role"] != "assistant" or not after
+                    if is_cut and (is_last or self._leaves_out([*before, message], [*before, *without], **kwargs)):
+                        raise ValueError(f"it leaves out {what}. Remove or rename them, or pass another template")
+                    self.written[place] = is_cut
+                cuts_earlier |= self.written[place]
+        for name in filter(kwargs.get, CONTEXT):
+            if (name,) in self.written:
                 continue
-            others = [*messages[:number], *instead, *messages[number + 1 :]]
-            is_written = content and str(content) in text  # if only because the template's own prompt is the same
-            if not is_written and self._renders(text, others, **kwargs):
-                raise ValueError(f"it leaves out {what}. Remove or rename them, or pass another template")
-            self.written.add(what)
-        for name in filter(kwargs.get, CONTEXT - self.written):
             if self._renders(text, messages, **{key: value for key, value in kwargs.items() if key != name}):
                 raise ValueError(f"it leaves out the `{name}`. Remove them, or pass another template")
-            self.written.add(name)
+            self.written[name,] = False
+        return cuts_earlier
+
+    def _leaves_out(self, messages: list[dict], others: list[dict], **kwargs: Any) -> bool:
+        """Whether the template makes one text of conversations that differ. It may refuse them."""
+        try:
+            text = self.render(messages, **kwargs)
+        except Exception:
+            return False
+        return self._renders(text, others, **kwargs)
 
     def _renders(self, text: str, messages: list[dict], **kwargs: Any) -> bool:
         """Whether the template makes this text of messages. It may refuse them."""
@@ -245,6 +290,8 @@ class PromptEncoder:
         """Returns messages in the form that the chat template expects."""
         if self.takes_text_arguments:
             messages = [with_arguments_as_text(message) for message in messages]
+        if self.takes_thoughts_in_content:
+            messages = [with_thoughts_in_content(message) for message in messages]
         if self.takes_parts if with_parts is None else with_parts:
             return [with_text_part(message) for message in messages]
         return messages
@@ -280,6 +327,15 @@ def with_arguments_as_text(message: dict) -> dict:
         if not isinstance(function.get("arguments"), str):
             function["arguments"] = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
     return {**message, "tool_calls": calls}
+
+
+def with_thoughts_in_content(message: dict) -> dict:
+    """Returns a message with its thoughts before its text, as models write them."""
+    thoughts = next((message[name] for name in THOUGHTS if message.get(name)), None)
+    if thoughts is None or not isinstance(message["content"], str):
+        return message
+    others = {name: value for name, value in message.items() if name not in THOUGHTS}
+    return {**others, "content": f"<think>\n{thoughts}\n</think>\n\n{message['content']}"}
 
 
 def with_text_part(message: dict) -> dict:

@@ -296,6 +296,7 @@ def test_texts_begin_and_end_once(puts, text):
 @pytest.mark.parametrize("assistant_only_loss", [False, True])
 def test_what_a_template_leaves_out_is_refused(assistant_only_loss):
     prompt, within = "Be brief.", assistant("<think>\nIt is.\n</think>\n\nYes.")
+    beside = assistant("I look at the weather.", tool_calls=[CALL])
     for name, row, left_out in (
         ("phi3", {"messages": CALLS, "tools": [TOOL]}, "tool calls"),
         ("phi3", {"messages": [{"role": "tool", "content": prompt}, *PLAIN]}, "messages of 'tool'"),
@@ -309,15 +310,28 @@ def test_what_a_template_leaves_out_is_refused(assistant_only_loss):
             "tool calls after a message's",
         ),
         ("qwen3", {"messages": [PLAIN[0], assistant("Both.", tool_calls=[CALL, CALL])]}, None),
+        *(
+            (name, {"messages": [PLAIN[0], beside, *CALLS[2:]]}, what)
+            for name, what in (
+                ("llama3_1", "the text beside a tool call"),
+                ("lfm2", "tool calls"),
+                ("muse_glimmer", "the text beside a tool call"),
+                ("qwen3", None),
+                ("gptoss", None),  # drops it from earlier turns, as the analysis that it is there
+            )
+        ),
+        ("llama3_1", {"messages": [PLAIN[0], assistant(" ", tool_calls=[CALL])]}, None),
+        ("llama3_1", {"messages": [PLAIN[0], assistant(json.dumps(CALL), tool_calls=[CALL])]}, None),
         ("phi3", {"messages": [PLAIN[0], assistant(str([CALL, CALL]), tool_calls=[CALL, CALL])]}, None),
         ("qwen3", {"messages": [PLAIN[0], assistant("", tool_calls=[CALL, CALL])]}, None),
         ("phi3", {"messages": PLAIN, "tools": [TOOL]}, "the `tools`"),
         ("phi3", {"messages": PLAIN, "tools": []}, None),
         ("qwen3", {"messages": PLAIN[:2], "chat_template_kwargs": {"documents": [RAIN]}}, "the `documents`"),
         ("phi3", {"messages": THOUGHTS[:2]}, "the assistant's thoughts"),
-        ("phi3", {"messages": THOUGHTS}, None),  # templates may drop those of earlier turns
+        ("phi3", {"messages": THOUGHTS}, "the assistant's thoughts"),
+        ("qwen3", {"messages": THOUGHTS}, None),  # templates may drop those of earlier turns
         ("deepseekv3", {"messages": [PLAIN[0], within]}, r"the assistant's thoughts \(what is before </think>\)"),
-        ("deepseekv3", {"messages": [PLAIN[0], within, *PLAIN[2:]]}, None),
+        ("deepseekv3", {"messages": [PLAIN[0], within, *PLAIN[2:]]}, r"the assistant's thoughts \(what is before"),
         ("qwen3", {"messages": [PLAIN[0], within]}, None),
         ("phi3", {"messages": [PLAIN[0], within]}, None),
         ("deepseekv3", {"messages": [PLAIN[0], assistant("<think>\n\n</think>Yes.")]}, None),
@@ -333,6 +347,39 @@ def test_what_a_template_leaves_out_is_refused(assistant_only_loss):
             continue
         with pytest.raises(RowError, match=f"the chat template refuses it: it leaves out {left_out}"):
             encoder(row)
+
+
+def test_thoughts_that_a_template_takes_only_in_contents():
+    """As TRL's version of DeepSeek-R1's. Regeneration has them apart, and the original leaves both out."""
+    tokenizer, apart = byte_tokenizer(TEMPLATES["deepseek_r1_distill"]), assistant("Yes.", reasoning_content="It is.")
+    within = assistant("<think>\nIt is.\n</think>\n\nYes.")
+    encoder = RowEncoder(tokenizer, "messages", assistant_only_loss=True)
+    assert encoder({"messages": [PLAIN[0], apart]}) == encoder({"messages": [PLAIN[0], within]})
+    with pytest.raises(RowError, match="it leaves out the assistant's thoughts"):
+        RowEncoder(tokenizer, "messages")({"messages": [PLAIN[0], apart]})
+    prompt = PromptEncoder(tokenizer)
+    turns = [PLAIN[0], apart, PLAIN[2]]  # to be answered
+    text = prompt.render(turns, add_generation_prompt=True)
+    assert "It is." not in text and not prompt.check_written(turns, text, add_generation_prompt=True)
+
+
+@pytest.mark.parametrize("name, assistant_only_loss, is_cut", [
+    ("qwen3", False, True),
+    ("qwen3", True, False),  # TRL's version writes it
+    ("glm4moe", True, True),
+    ("lfm2_2_5_v2", True, True),
+])  # fmt: skip
+def test_reasoning_that_a_template_writes_only_in_the_last_turn_is_counted(name, assistant_only_loss, is_cut, caplog):
+    encoder = RowEncoder(byte_tokenizer(TEMPLATES[name]), "messages", assistant_only_loss=assistant_only_loss)
+    rows = Dataset.from_dict({"messages": [PLAIN[:2], THOUGHTS, THOUGHTS[:2], THOUGHTS]})
+    told = "In 2 of 4 rows of the train data (the first are [1, 3]) the chat template leaves out what earlier turns"
+    with caplog.at_level(logging.WARNING):
+        encode_rows(rows, encoder, "train")
+    assert (told in caplog.text) == is_cut
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        list(encode_rows(rows.to_iterable_dataset(), encoder, "train"))
+    assert ("In 1 of 2 rows of the train data" in caplog.text) == is_cut
 
 
 @pytest.mark.parametrize("assistant_only_loss", [False, True])

@@ -10,7 +10,7 @@ import pytest
 import torch
 import trainers
 from conftest import CHAT_TEMPLATE, make_gpt2, make_target
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, ProcessorMixin
 from trl.chat_template_utils import qwen3_chat_template
@@ -316,6 +316,8 @@ def test_bad_data(tokenizer, tmp_path):
     for trainer_class in (Eagle3Trainer, partial(Eagle3Trainer, formatting_func=lambda row: row["text"])):
         with pytest.raises(ValueError, match="^The train data has no rows"):
             make_trainer(tokenizer, {"text": []}, tmp_path, trainer_class=trainer_class)
+        with pytest.raises(ValueError, match="^The train data has no rows"):
+            make_trainer(tokenizer, IterableDataset.from_generator(list), tmp_path, trainer_class=trainer_class)
     turns = chat()["messages"]
     for column, rows in (
         ("text", ["abcdef", "abcdef", None]),

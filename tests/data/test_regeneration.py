@@ -10,7 +10,12 @@ from datasets import Dataset, IterableDataset, load_dataset
 from messages import assistant, read_answers, user
 from seeing import gemma3, make, make_image, make_processor, qwen3_vl, vision_rows
 from tokenizers.processors import TemplateProcessing
-from trl.chat_template_utils import add_response_schema, llama3_1_chat_template, qwen3_chat_template
+from trl.chat_template_utils import (
+    add_response_schema,
+    gemma4_chat_template,
+    llama3_1_chat_template,
+    qwen3_chat_template,
+)
 
 from hf_eagle3.data import ImageReader, RowEncoder, RowError, read_row
 from hf_eagle3.data.answers import Output, rows_in
@@ -163,15 +168,26 @@ def test_streams_that_do_not_name_their_columns(tokenizer):
     assert [row["prompt"] for row in beginnings(stream, tokenizer, 4, 2)] == ["abcd"] * 3
 
 
-def test_known_templates_tell_reasoning_from_answers(tmp_path, tokenizer, monkeypatch):
+@pytest.mark.parametrize(
+    "template, answer, is_written",
+    [
+        (qwen3_chat_template, "<think>\nhm\n</think>\n\nyes", True),
+        (gemma4_chat_template, "<|channel>thought\nhm\n<channel|>yes", False),  # only beside tool calls
+    ],
+)
+def test_known_templates_tell_reasoning_from_answers(
+    tmp_path, tokenizer, monkeypatch, caplog, template, answer, is_written
+):
     tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = qwen3_chat_template
-    monkeypatch.setattr(tokenizer, "decode", lambda *args, **kwargs: "<think>\nhm\n</think>\n\nyes")
+    tokenizer.chat_template = template
+    monkeypatch.setattr(tokenizer, "decode", lambda *args, **kwargs: answer)
     output = Output(tmp_path, {})
     rows = output.pending([{"messages": [user("a")]}])
     regenerate_locally(make_target("llama"), tokenizer, rows, output, batch_size=1, max_new_tokens=3, do_sample=False)
     answer = read_answers(tmp_path)[0]["messages"][-1]
     assert answer["content"] == "yes" and answer["reasoning_content"] == "hm"
+    told = "Training with this chat template will refuse row 0, and rows like it: the chat template refuses it: it leaves out"
+    assert (told in caplog.text) == (not is_written)
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,10 @@ GOOD = {
     ),
     "arguments of other rows": ({"messages": [U, {"role": "assistant", "tool_calls": [CALL_WITH_NULLS]}]}, "call"),
     "ShareGPT with a call": ({"conversations": [SHAREGPT[0], {"from": "gpt", "tool_calls": [CALL]}]}, "call"),
+    "LLaMA-Factory's call": (
+        {"conversations": [SHAREGPT[0], {"from": "function_call", "value": json.dumps(CALL["function"])}]},
+        "call",
+    ),
     "OpenAI's older call": (
         {"messages": [U, {"role": "assistant", "content": None, "function_call": CALL_AS_TEXT["function"]}]},
         "call",
@@ -282,7 +286,15 @@ BAD = {
         "message 1 of 'messages' is to be learned in part",
     ),
     "no completion": ({"prompt": "a", "completion": None}, "'completion' is missing or has nothing in it"),
-    "half a conversation": ({"prompt": [U], "completion": "b"}, "'prompt' is .*, but must be a text"),
+    "half a conversation": ({"prompt": [U], "completion": "b"}, "one of 'prompt' and 'completion' is a text"),
+    "a completion of the user": (
+        {"prompt": [U], "completion": [{**U, "content": "c"}]},
+        "no message of the assistant",
+    ),
+    "a call that is none": (
+        {"conversations": [SHAREGPT[0], {"from": "function_call", "value": "5"}]},
+        "message 1 of 'conversations' has 5 among its tool_calls",
+    ),
     "no tokens": ({"input_ids": []}, "'input_ids' is missing or has nothing in it"),
     "a text as tokens": ({"input_ids": "abc"}, "'input_ids' is 'abc', but must be a list of token ids"),
     "half tokens": ({"input_ids": [5, 6.5]}, "'input_ids' has 6.5, but"),

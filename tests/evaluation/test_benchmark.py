@@ -64,6 +64,7 @@ def test_benchmark_recipe(tmp_path, tokenizer, run_recipe):
     assert result.returncode == 0, result.stderr[-3000:]
     # What cannot be had is said, and the rest goes on.
     assert "The task gsm8k is left out" in result.stderr and "Left out: mtp" in result.stdout
+    assert f"not tried again with {results_file}. Choose another file" in result.stdout
     results = BenchmarkResults.read(results_file)
     assert list(results.run["missing_tasks"]) == ["gsm8k"] and list(results.run["left_out"]) == ["mtp"]
     assert results.run["environment"]["torch"] == torch.__version__ and results.run["tree"]["tree_depth"] == 3
@@ -159,6 +160,14 @@ def test_batches(tokenizer, temperature):
         assert sum(length * count for length, count in row.accepted_lengths.items()) <= 2 * 3 * 9
     with pytest.raises(ValueError, match="words has 3 prompts, which do not fill a batch of 4"):
         run_benchmark(target, tokenizer, draft, tasks, methods, batch_sizes=[1, 4])
+
+
+def test_prompts_that_do_not_fill_a_batch_are_refused_before_models_load(tmp_path, tokenizer, run_recipe):
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "what is 3"}\n')
+    command = ("--target", tmp_path, "--prompts", tmp_path / "prompts.jsonl", "--batch_sizes", 1, 2)
+    result = run_recipe("benchmark.py", *command)
+    assert "The task prompts has 1 prompts, which do not fill a batch of 2" in result.stderr
 
 
 def test_a_tokenizer_without_tokens_for_padding_and_end(tokenizer):

@@ -55,6 +55,13 @@ def test_tasks_of_the_hub(name, tokenizer, monkeypatch):
     assert len(load_prompts(name, tokenizer, 3)) == 3
 
 
+def test_a_task_reads_one_split_alone(tmp_path):
+    (tmp_path / "3.0.0").mkdir()
+    Dataset.from_list([ROWS["cnn_dm"]]).to_parquet(tmp_path / "3.0.0" / "test-00000-of-00001.parquet")
+    (tmp_path / "3.0.0" / "train-00000-of-00001.parquet").write_text("broken")
+    assert tasks.load_dataset(str(tmp_path), **TASKS["cnn_dm"].load)[0] == ROWS["cnn_dm"]
+
+
 def test_turns_that_follow_an_answer(tokenizer, monkeypatch):
     monkeypatch.setattr(tasks, "load_dataset", lambda path, **kwargs: Dataset.from_list([ROWS["mt_bench"]] * 80))
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)

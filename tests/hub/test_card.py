@@ -189,8 +189,10 @@ def test_what_cannot_be_served_says_so():
     assert "vllm" not in card.data.tags
 
 
-def test_the_card_of_an_adapter(draft):
+def test_the_card_of_an_adapter(draft, monkeypatch):
+    monkeypatch.setattr(draft, "loaded_with", {"subfolder": "small"}, raising=False)
     card = render_card("me/code-adapter", draft, training=TRAINING, adapter_of="me/Model-8B-speculator.eagle3")
+    assert 'from_pretrained("me/Model-8B-speculator.eagle3", subfolder="small", dtype="auto"' in card.text
     assert card.data.library_name == "peft" and card.data.base_model == "me/Model-8B-speculator.eagle3"
     assert (
         card.data.base_model_relation == "adapter"

@@ -317,15 +317,24 @@ def test_trainer(hub, tokenizer, tmp_path):
     assert record["draft_weights"] == weights_digest(Eagle3ForSpeculation.from_pretrained(repo).state_dict())
     assert record["arguments"]["dataset_name"] == "me/chats"
     assert refresh_card(repo) == "unchanged" and refresh_card(repo, license="mit") == "refreshed"
-    trainer.push_to_hub()
-    files = files_of(hub, repo)
+    # A benchmark of these weights stays, and one of others goes.
+    BENCHMARK.write(tmp_path / "others.jsonl")
+    benchmark_of(trainer.draft).write(tmp_path / "own.jsonl")
+    files_of(hub, repo)["acceptance.png"] = b""
+    for benchmark in ("own", "others"):
+        files_of(hub, repo)["benchmark.jsonl"] = (tmp_path / f"{benchmark}.jsonl").read_bytes()
+        trainer.push_to_hub()
+        files = files_of(hub, repo)
+        assert {"benchmark.jsonl", "acceptance.png"} & files.keys() == (
+            {"benchmark.jsonl", "acceptance.png"} if benchmark == "own" else set()
+        )
     data = ModelCard(files["README.md"].decode()).data
     assert data.license == "mit" and "code" in data.tags
     # What somebody has written on the card since is not lost.
     edited = files["README.md"].replace(b"## Limits", b"## Limits, and what I think of it")
     files_of(hub, repo)["README.md"] = edited
     trainer.push_to_hub()
-    assert files_of(hub, repo)["README.md"] == edited and len(hub.repos[repo]["main"]) == 5
+    assert files_of(hub, repo)["README.md"] == edited and len(hub.repos[repo]["main"]) == 7
 
 
 def test_training_goes_on_without_the_hub(hub, tokenizer, tmp_path, monkeypatch):

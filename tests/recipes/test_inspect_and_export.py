@@ -251,9 +251,12 @@ def test_a_branch_does_not_name_a_folder(tmp_path, monkeypatch, run_recipe):
     draft.save_pretrained(tmp_path / "draft")
     for name in ("create_branch", "create_commit", "list_repo_files"):
         monkeypatch.setattr(HfApi, name, lambda *args, **kwargs: [])
-    monkeypatch.setattr(HfApi, "create_repo", lambda api, repo_id, **kwargs: SimpleNamespace(repo_id=repo_id))
+    made = []
+    monkeypatch.setattr(
+        HfApi, "create_repo", lambda api, repo_id, **kwargs: made.append(kwargs) or SimpleNamespace(repo_id=repo_id)
+    )
     command = ("export.py", tmp_path / "draft", "--to", "speculators", "--output_dir")
-    run_recipe(*command, tmp_path / "pushed", "--push_to", "me/draft")
+    run_recipe(*command, tmp_path / "pushed", "--push_to", "me/draft", "--private")
     run_recipe(*command, tmp_path / "kept")
     named = {name: "secret" in (tmp_path / name / "config.json").read_text() for name in ("pushed", "kept")}
-    assert named == {"pushed": False, "kept": True}
+    assert named == {"pushed": False, "kept": True} and made == [{"private": True, "exist_ok": True}]

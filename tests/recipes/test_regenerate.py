@@ -167,6 +167,16 @@ def test_a_template_is_not_for_a_server(tmp_path, data, run_recipe):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_draft_is_not_for_a_server(tmp_path, data, run_recipe):
+    command = ("--model_name_or_path", "m", "--dataset_name", data, "--output_dir", tmp_path / "out")
+    server = ("--base_url", "http://127.0.0.1:9/v1", "--draft_name_or_path", "d")
+    result = run_recipe("regenerate.py", *command, *server)
+    assert result.returncode == 1 and not (tmp_path / "out").exists()
+    assert "`--draft_name_or_path` would do nothing, because the server" in result.stderr
+    result = run_recipe("regenerate.py", *command, "--draft_subfolder", "d")
+    assert result.returncode == 2 and "`draft_subfolder` says where the draft is in its repo" in result.stderr
+
+
 def test_numbers_out_of_range(tmp_path, data, run_recipe):
     command = ("--model_name_or_path", "m", "--dataset_name", data, "--output_dir", tmp_path / "out")
     for name, number in (

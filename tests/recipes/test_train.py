@@ -266,6 +266,16 @@ def test_arguments_of_a_file_and_an_adapter(files, whole_run, tmp_path, run_reci
     assert "lora" not in card.data.tags and "learning_rate: 0.01" in card.text
 
 
+def test_a_draft_in_a_folder_of_its_repo(files, whole_run, tmp_path, run_recipe, monkeypatch):
+    def trainer(model, **others):
+        raise ValueError(f"with {model.loaded_with} and {model.config.draft_vocab_size} tokens")
+
+    monkeypatch.setattr("hf_eagle3.Eagle3Trainer", trainer)
+    place = ("--draft_name_or_path", files, "--draft_subfolder", "whole", "--draft_revision", "main")
+    result = run_recipe("train.py", *arguments_of(files, tmp_path / "out"), *place)
+    assert "with {'revision': 'main', 'subfolder': 'whole'} and 32 tokens" in result.stderr
+
+
 def test_checkpoints_are_not_overwritten(files, whole_run, run_recipe):
     weights = (files / "whole" / "model.safetensors").read_bytes()
     result = run_recipe("train.py", *arguments_of(files, files / "whole"), *FRESH)
@@ -320,6 +330,18 @@ def test_files(files, tmp_path, run_recipe):
         arguments[name] = tmp_path / f"saved-{number}"
         run_recipe("train.py", *arguments, "--output_dir", tmp_path / f"out-{number}")
         assert json.loads((tmp_path / f"out-{number}" / "training.json").read_text())["rows"] == 20
+
+
+@pytest.mark.parametrize("name, content, error", [
+    ("latin.jsonl", '{"text": "caf\xe9"}\n'.encode("latin-1"), "latin.jsonl, line 1 is not in UTF-8"),
+    ("twice.jsonl", b'{"text": "a", "text": "b"}\n', "twice.jsonl cannot be read: JSON parse error: .* twice"),
+    ("blank.jsonl", b"\n \n", "blank.jsonl is empty"),
+])  # fmt: skip
+def test_files_that_cannot_be_read_are_named(tmp_path, name, content, error):
+    (tmp_path / name).write_bytes(content)
+    script = load_script("recipes/train.py")
+    with pytest.raises(ValueError, match=error):
+        script.load_data(script.TrainScriptArguments(dataset_name=str(tmp_path / name)), DatasetMixtureConfig())
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -1106,6 +1106,7 @@ def test_a_target_in_bfloat16_on_a_processor_without_it(tmp_path, monkeypatch, t
         ("loss_type", "dft", "has no effect"),
         ("neftune_noise_alpha", 5.0, "has no effect"),
         ("use_liger_kernel", True, "has no effect"),
+        ("dataset_kwargs", {"add_special_tokens": False}, "would have no effect. Its only key is"),
         ("optim", "adafactor", "has no effect"),
         ("optim_args", "a=1", "has no effect"),
         ("optim_target_modules", "all-linear", "has no effect"),
@@ -1717,12 +1718,19 @@ def test_streams_that_processes_evaluate(tmp_path, tokenizer, monkeypatch):
         assert isinstance(loader.dataset, Dataset) and loader.dataset["input_ids"][:] == expected["input_ids"][:]
 
 
-def test_processes_that_would_wait_for_each_other(tmp_path, tokenizer, monkeypatch):
-    arguments = {"accelerator_config": {"even_batches": False}}
-    make_trainer(tmp_path, tokenizer, **arguments)
+@pytest.mark.parametrize(
+    "config, error",
+    [
+        ({"even_batches": False}, "even_batches=False.*at its default"),
+        ({"split_batches": True}, "split_batches=True.*one process"),
+    ],
+)
+def test_batches_that_several_processes_cannot_share(tmp_path, tokenizer, monkeypatch, config, error):
+    """They would wait for each other, or count the rows of a step wrongly."""
+    make_trainer(tmp_path, tokenizer, accelerator_config=config)
     monkeypatch.setattr(Eagle3TrainingArguments, "world_size", 2)
-    with pytest.raises(ValueError, match="even_batches=False.*at its default"):
-        make_trainer(tmp_path, tokenizer, **arguments)
+    with pytest.raises(ValueError, match=error):
+        make_trainer(tmp_path, tokenizer, accelerator_config=config)
 
 
 @pytest.mark.parametrize("sizes", [{"cp_size": 2}, {"sp_size": 2}])

@@ -55,6 +55,7 @@ def encode_rows(
     features: dict[str, Any] = {column: List(Value("int64")) for column in lists}
     features |= {
         "lost": Value("int32"),
+        "is_cut": Value("bool"),
         "teaches": Value("bool"),
         "problem": Value("string"),
         "has_no_answer": Value("bool"),
@@ -83,8 +84,10 @@ def encode_rows(
         )
     if lost := [number for number, num_lost in enumerate(encoded["lost"]) if num_lost]:
         report_lost(lost, len(encoded), name)
+    if cut := [number for number, is_cut in enumerate(encoded["is_cut"]) if is_cut]:
+        report_cut(cut, len(encoded), name)
     taught = [number for number, is_taught in enumerate(encoded["teaches"]) if is_taught]
-    encoded = encoded.remove_columns(["lost", "teaches", "problem", "has_no_answer"])
+    encoded = encoded.remove_columns(["lost", "is_cut", "teaches", "problem", "has_no_answer"])
     if not any(encoded["image_text"] if "image_text" in encoded.column_names else []):
         encoded = encoded.remove_columns([column for column in encoded.column_names if column.startswith("image_")])
     elif image_column:  # added now, because `map` would store the images again
@@ -109,6 +112,15 @@ def report_lost(rows: Sequence[int], num_rows: int, name: str) -> None:
             "all tokens (`assistant_only_loss=False`)."
         )
     logger.warning(f"{message} These turns are not learned.")
+
+
+def report_cut(rows: Sequence[int], num_rows: int, name: str) -> None:
+    """Warns that the template leaves out the reasoning of earlier turns in these of `num_rows` rows."""
+    logger.warning(
+        f"In {len(rows)} of {num_rows} rows of the {name} data (the first are {list(rows[:3])}) the chat template leaves out what earlier "
+        "turns of the assistant have beside their answers (reasoning), so the draft does not learn it. To learn it, make a row for each "
+        "turn, which ends with it."
+    )
 
 
 def read_whole(stream: IterableDataset) -> Dataset:
@@ -143,7 +155,7 @@ def drop_untaught(encoded: Dataset, taught: list[int], name: str, problems: Sequ
 def encode_or_explain(row: dict[str, Any], encoder: RowEncoder, columns: list[str]) -> dict[str, Any]:
     """Returns an encoded row, or an empty one with a `problem` that says what is wrong."""
     empty: dict[str, Any] = {column: [] for column in columns}
-    empty |= {"lost": 0, "teaches": False, "problem": "", "has_no_answer": False}
+    empty |= {"lost": 0, "is_cut": False, "teaches": False, "problem": "", "has_no_answer": False}
     if "image_text" in columns:
         empty |= {"image_text": "", "image_end": 0}
     try:
@@ -204,17 +216,18 @@ def is_taught_within(labels: list[int], max_length: int) -> bool:
 class EncodedStream:
     """
     Encodes the rows of a stream. Counts, in each pass, those that cannot be learned from, which it leaves empty, and those
-    whose assistant turns were not found.
+    whose assistant turns were not found, or lack their reasoning.
     """
 
     def __init__(self, encoder: RowEncoder, name: str):
         self.encoder, self.name, self.has_encoded = encoder, name, False
         self.broken: list[int] = []
         self.lost: list[int] = []
+        self.cut: list[int] = []
 
     def __call__(self, row: dict[str, Any], index: int) -> dict[str, Any]:
         if index == 0:
-            self.broken, self.lost = [], []
+            self.broken, self.lost, self.cut = [], [], []
         try:
             encoded = self.encoder(row)
         except RowError as error:
@@ -225,6 +238,10 @@ class EncodedStream:
             self.lost.append(index)
             if len(self.lost).bit_count() == 1:
                 report_lost(self.lost, max(index + 1, 100), self.name)
+        if encoded.pop("is_cut"):
+            self.cut.append(index)
+            if len(self.cut).bit_count() == 1:
+                report_cut(self.cut, index + 1, self.name)
         return encoded
 
     def report_broken(self, index: int, error: RowError) -> None:

@@ -90,15 +90,15 @@ class RowEncoder(PromptEncoder):
 
         Returns:
             `dict`: `input_ids`, `labels`, and `seq_lengths` if the row has them. `lost` is the number of assistant turns that
-            could not be found. If there is an [`ImageReader`], also `image_data`, the images; `image_text`, the text that
-            the processor reads with them, empty without images; and `image_end`, the number of tokens up to the end of the
-            last image.
+            could not be found, and `is_cut` whether the template leaves out the reasoning of an earlier turn. If there is an
+            [`ImageReader`], also `image_data`, the images; `image_text`, the text that the processor reads with them, empty without
+            images; and `image_end`, the number of tokens up to the end of the last image.
 
         Raises:
             RowError: if the row cannot be learned from.
         """
         content = self._read(row)
-        encoded: dict[str, Any] = {"lost": 0}
+        encoded: dict[str, Any] = {"lost": 0, "is_cut": False}
         if content.tokens is not None:
             encoded |= content.tokens if "attention_mask" in row else self._without_padding(content.tokens)
         elif content.messages:
@@ -174,7 +174,7 @@ class RowEncoder(PromptEncoder):
 
     def encode_chat(self, row: Row) -> dict[str, Any]:
         """Encodes a conversation, or a prompt and its completion that are messages."""
-        rendered, spans = self._render(row)
+        rendered, spans, is_cut = self._render(row)
         expansion = self._expansion(rendered, row.images)
         text = expansion.of(rendered)
         tokens = self.rendered_tokens(text)
@@ -194,7 +194,7 @@ class RowEncoder(PromptEncoder):
         for start, end in ranges:
             start = max(start, num_given)
             labels[start:end] = tokens[start:end]
-        encoded = {"input_ids": tokens, "labels": labels, "lost": lost}
+        encoded = {"input_ids": tokens, "labels": labels, "lost": lost, "is_cut": is_cut}
         return self._with_images(encoded, rendered, expansion)
 
     def _learned_turns(
@@ -218,13 +218,14 @@ class RowEncoder(PromptEncoder):
             return [], 0
         return self._marked(text, tokens, spans) if self.is_marked else self._turns(row, tokens, expansion)
 
-    def _render(self, row: Row) -> tuple[str, list[Span]]:
-        """Renders a conversation, and returns its text and the spans between markers."""
+    def _render(self, row: Row) -> tuple[str, list[Span], bool]:
+        """
+        Renders a conversation, and returns its text, the spans between markers, and whether something of an earlier turn is left out.
+        """
         try:
             if not (self.assistant_only_loss and self.is_marked):
                 text = self.render(row.messages, **row.template_kwargs)
-                self.check_written(row.messages, text, **row.template_kwargs)
-                return text, []
+                return text, [], self.check_written(row.messages, text, **row.template_kwargs)
             # `apply_chat_template` gives the spans only as a mask of tokens, and only for fast tokenizers.
             kwargs = {**self.tokenizer.special_tokens_map, **row.template_kwargs}
             tools = kwargs.pop("tools", None)
@@ -235,8 +236,7 @@ class RowEncoder(PromptEncoder):
                 return_assistant_tokens_mask=True,
                 **kwargs,
             )
-            self.check_written(row.messages, texts[0], **row.template_kwargs)
-            return texts[0], spans[0]
+            return texts[0], spans[0], self.check_written(row.messages, texts[0], **row.template_kwargs)
         except Exception as error:
             raise RowError(f"the chat template refuses it: {error or type(error).__name__}") from error
 

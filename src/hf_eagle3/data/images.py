@@ -15,7 +15,6 @@ from datasets import Dataset, IterableDataset
 from PIL.Image import Image
 from transformers import PreTrainedConfig, ProcessorMixin
 from transformers.image_utils import httpx, load_image
-from trl.data_utils import get_dataset_column_names
 
 from .messages import CONVERSATIONS, IMAGE_PARTS
 from .rows import IMAGES
@@ -48,7 +47,7 @@ def shows_images(dataset: Any) -> bool:
     """
     if not isinstance(dataset, Dataset | IterableDataset):
         return False
-    if any(column in get_dataset_column_names(dataset) for column in IMAGES):
+    if any(column in columns_of(dataset) for column in IMAGES):
         return True
     rows: list[dict[str, Any]] = list(islice(with_unread_images(dataset.with_format(None)), ROWS_LOOKED_AT))
     names = *CONVERSATIONS, "prompt"
@@ -59,8 +58,12 @@ def shows_images(dataset: Any) -> bool:
 
 def without_images(dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
     """Returns the data set without its columns of images, so that reading a row opens no file."""
-    columns = get_dataset_column_names(dataset)
-    return dataset.remove_columns([column for column in IMAGES if column in columns])
+    return dataset.remove_columns([column for column in IMAGES if column in columns_of(dataset)])
+
+
+def columns_of(dataset: Dataset | IterableDataset) -> list[str]:
+    """Returns the columns of a data set, which a stream may show only in its first row. An empty one has none."""
+    return list(next(iter(dataset), {})) if dataset.column_names is None else dataset.column_names
 
 
 def with_unread_images(dataset: Any) -> Any:

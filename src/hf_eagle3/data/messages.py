@@ -14,6 +14,7 @@ ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),  # many templates leave out OpenAI's newer name, or refuse it
     **dict.fromkeys(("tool", "observation", "function"), "tool"),
 }
+CALLER = "function_call"  # LLaMA-Factory's name of an assistant that says a tool call, as JSON
 CONVERSATIONS = ("messages", "conversations")
 # Kinds of parts of a message, and the keys that may hold an image.
 TEXT_PARTS, IMAGE_PARTS = (None, "text", "input_text", "output_text"), ("image", "image_url", "input_image")
@@ -71,8 +72,14 @@ def read_message(message: Any, where: str) -> dict:
     if role is None and "from" in others:
         speaker = others.pop("from")
         role = ROLES.get(speaker.lower()) if isinstance(speaker, str) else None
+        if speaker == CALLER:
+            role, calls = "assistant", from_json(others.pop("value", None), f"the call in {where}")
+            calls = calls if isinstance(calls, list) else [calls]
+            others["tool_calls"] = [{"type": "function", "function": _read_call(call, where)} for call in calls]
         if role is None:
-            raise RowError(f"{where} is from {speaker!r}, but must be from one of {sorted(ROLES)}. Rename it")
+            raise RowError(
+                f"{where} is from {speaker!r}, but must be from one of {sorted([*ROLES, CALLER])}. Rename it"
+            )
     if not isinstance(role, str):
         raise RowError(f"{where} has no role: {shown(message)}")
     role = ROLES.get(role.lower(), role)  # templates may have more roles

@@ -136,6 +136,10 @@ def read_row(row: Mapping[str, Any], kind: str, features: Mapping[str, Any] | No
         _refuse_beside_text(row)
         return Row(text=read_text(row.get(kind), kind), images=images)
     prompt, completion = row.get("prompt"), row.get("completion")
+    if isinstance(prompt, str) != isinstance(completion, str) and prompt is not None and completion is not None:
+        raise RowError(
+            "one of 'prompt' and 'completion' is a text, and the other is not. Pass two texts, or two lists of messages"
+        )
     if isinstance(prompt, str) or isinstance(completion, str):
         _refuse_beside_text(row)
         texts = {name: read_text(row.get(name), name) for name in ("prompt", "completion")}
@@ -146,6 +150,10 @@ def read_row(row: Mapping[str, Any], kind: str, features: Mapping[str, Any] | No
     answer = read_messages(completion, "completion")
     if answer[: len(given)] == given:
         raise RowError("its completion begins with the prompt again. Remove these messages from one of them")
+    if all(message["role"] != "assistant" for message in answer):
+        raise RowError(
+            "its completion has no message of the assistant, so the target would not say it. Correct the roles"
+        )
     messages, images = with_places(given + answer, images)
     return Row(messages=messages, num_given=len(given), template_kwargs=read_template_kwargs(row), images=images)
 
@@ -368,6 +376,18 @@ def summary(problems: Iterable[tuple[int, str]]) -> str:
     if len(by_reason) > NUM_SHOWN:
         parts.append(f"And {sum(map(len, list(by_reason.values())[NUM_SHOWN:]))} more rows, for other reasons.")
     return " ".join(parts)
+
+
+def check_utf8(path: str | Path) -> None:
+    """Raises `ValueError` if a line of a file is not in UTF-8. Arrow says so only when it reads the row, without the file's name."""
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode()
+            except UnicodeError as error:
+                raise ValueError(
+                    f"{path}, line {number} is not in UTF-8: {error}. Rewrite the line in UTF-8."
+                ) from None
 
 
 def read_json_lines(path: str | Path) -> Iterator[tuple[int, dict]]:

@@ -93,13 +93,7 @@ def run_benchmark(
     """
     drafts = {method: draft for method in OURS if draft is not None} | dict(drafts or {})
     methods = check_methods(methods, drafts, assistant, dflash)
-    largest = max((size for size in batch_sizes if size == 1 or not IN_BATCHES.isdisjoint(methods)), default=0)
-    for task, prompts in tasks.items():
-        if len(prompts) < largest:
-            raise ValueError(
-                f"The task {task} has {len(prompts)} prompts, which do not fill a batch of {largest}. Pass more prompts or a smaller "
-                "batch size, or leave the task out."
-            )
+    check_batches(tasks, batch_sizes)
     results = results or BenchmarkResults({})
     left_out = results.run.setdefault("left_out", {})
     tokenizer.pad_token = padding_token(tokenizer, target.config.get_text_config(decoder=True).vocab_size)
@@ -139,6 +133,17 @@ def run_benchmark(
             save(results)
     progress.close()
     return results
+
+
+def check_batches(tasks: Mapping[str, Sequence], batch_sizes: Sequence[int]) -> None:
+    """Raises `ValueError` if a task has fewer prompts than a batch."""
+    largest = max(batch_sizes, default=0)
+    for task, prompts in tasks.items():
+        if len(prompts) < largest:
+            raise ValueError(
+                f"The task {task} has {len(prompts)} prompts, which do not fill a batch of {largest}. Pass more prompts or a smaller "
+                "batch size, or leave the task out."
+            )
 
 
 def assistance_of(

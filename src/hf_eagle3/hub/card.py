@@ -125,6 +125,7 @@ def render_card(
         sees=bool((training or {}).get("rows_with_images")),
         form=form(draft),
         adapter_of=public_name(adapter_of),
+        place_of_draft="".join(f', {name}="{value}"' for name, value in getattr(draft, "loaded_with", {}).items()),
         cannot_serve=reason_against(check_vllm, draft),
         cannot_export=reason_against(sglang.write, draft),
         engines=describe_engines(draft),

@@ -11,6 +11,7 @@ import torch
 import yaml
 from huggingface_hub import (
     CommitInfo,
+    CommitOperationDelete,
     HfApi,
     ModelCard,
     get_token,
@@ -358,6 +359,18 @@ def kept_tags(existing: ModelCard | None) -> list[str]:
     """Returns the tags of an earlier card that a new one keeps, if nobody edited it. Engines may not take the new draft."""
     tags = [] if existing is None or is_edited(existing) else existing.data.get("tags") or []
     return [tag for tag in tags if tag not in ENGINE_TAGS]
+
+
+def delete_other_benchmark(repo_id: str, weights: str, revision: str | None, token: bool | str | None) -> None:
+    """Deletes a benchmark of other weights, with its plots, from a repo that just got the weights with this digest."""
+    record = record_beside(repo_id, BENCHMARK_RECORD, revision=revision, token=token)
+    if record is None or weights_of(record) == weights:
+        return
+    api = HfApi()
+    names = {BENCHMARK_RECORD, *PLOTS}.intersection(api.list_repo_files(repo_id, revision=revision, token=token))
+    deletions = [CommitOperationDelete(name) for name in sorted(names)]
+    message = "Delete the benchmark of other weights"
+    api.create_commit(repo_id, deletions, commit_message=message, revision=revision, token=token)
 
 
 def refresh_card(

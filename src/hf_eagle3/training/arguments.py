@@ -234,6 +234,10 @@ class Eagle3TrainingArguments(SFTConfig):
             # transformers reads only texts that begin with {
             if not isinstance(value := getattr(self, name), dict | None):
                 raise ValueError(f"`{name}` must be a dictionary, or the JSON text of one, got {value!r}.")
+        if ignored := sorted(set(self.dataset_kwargs or ()) - {"skip_prepare_dataset"}):
+            raise ValueError(
+                f"`dataset_kwargs` has {ignored}, which would have no effect. Its only key is `skip_prepare_dataset`."
+            )
         check_integers(self, ttt_steps=1, num_eval_prompts=0, eval_max_new_tokens=1, dataloader_num_workers=0)
         if self.learning_rate < 0:
             raise ValueError(f"`learning_rate` must not be negative, got {self.learning_rate}.")

@@ -125,6 +125,11 @@ def check_parallelism(trainer: Eagle3Trainer) -> None:
             "With `even_batches=False` (`accelerator_config`) one process may finish a pass early, and the others wait until `ddp_timeout`. "
             "Leave `even_batches` at its default. Evaluation does not count repeated rows."
         )
+    if trainer.args.world_size > 1 and trainer.accelerator.split_batches:
+        raise ValueError(
+            "With `split_batches=True` (`accelerator_config`) each process gets a part of `per_device_train_batch_size`, and logs and records "
+            "would count the rows of a step wrongly. Leave it out, and pass the batch size of one process."
+        )
     parallelism = trainer.accelerator.parallelism_config
     if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
         raise ValueError(

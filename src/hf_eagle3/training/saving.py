@@ -26,8 +26,9 @@ from ..checkpoints.files import check_folder, check_repo, verifier_without_path
 from ..environment import command_line, public_name
 from ..files import write_atomically
 from ..hub import card_on_hub, is_edited, render_card, write_records
+from ..hub.card import TRAINING_RECORD
 from ..hub.licenses import license_of
-from ..hub.push import kept_tags
+from ..hub.push import delete_other_benchmark, kept_tags, read_record, weights_of
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.draft_model_eagle3 import DraftModel
 from .checkpoint import CHECKPOINT_FILES, list_files
@@ -241,11 +242,11 @@ class DraftSavingTrainer(SFTTrainer):
     ) -> CommitInfo | str | None:
         """
         Pushes the draft with its card and `training.json`, in one commit; see [`~trl.SFTTrainer.push_to_hub`] for `args` and
-        `kwargs`. `dataset_name` has the names of the data, for the card.
+        `kwargs`. `dataset_name` has the names of the data, for the card. A benchmark of other weights in the repo is deleted.
         """
         self._name_datasets(dataset_name)
         try:
-            return super().push_to_hub(*args, **kwargs)
+            commit = super().push_to_hub(*args, **kwargs)
         except Exception:
             if self.is_world_process_zero():
                 logger.error(
@@ -253,6 +254,18 @@ class DraftSavingTrainer(SFTTrainer):
                     f"push it from there: {self.push_command}"
                 )
             raise
+        if not isinstance(commit, CommitInfo):  # another process pushes, or a thread
+            return commit
+        try:
+            weights = weights_of(read_record(Path(self.args.output_dir, TRAINING_RECORD)))
+            place = kwargs.get("revision") or self.args.hub_revision, kwargs.get("token") or self.args.hub_token
+            if weights is not None:  # an adapter's record has none
+                delete_other_benchmark(self.hub_model_id, weights, *place)
+        except Exception as error:  # the draft was pushed
+            logger.warning(
+                f"{self.hub_model_id} may have a benchmark of other weights, which was not deleted: {error}"
+            )
+        return commit
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Refuses a repo that has another model."""
