@@ -235,17 +235,24 @@ class Verifier:
                     entries = entries.index_select(-2, on_device(rows, entries.device))
                 self.inputs[name] = entries[..., excess:]
 
+    def replay(self) -> None:
+        """Reads the tokens that wait to be replayed, and nothing else."""
+        cache = self.cache
+        if cache.num_replayed == 0:
+            return
+        inputs = {**self.inputs, **cache.replayed}
+        if inputs.get("attention_mask") is not None:
+            inputs["attention_mask"] = inputs["attention_mask"][..., : cache.length]
+        tokens = inputs.pop("input_ids")
+        self.forward(**self.target.prepare_inputs_for_generation(tokens, **inputs), return_dict=True)
+        self.num_forwards += 1
+        cache.end_replay()
+
     def finish(self, returned: ReturnedOutputs) -> Cache:
         """Returns the cache. If the caller can see it, it is as plain `generate` leaves it."""
         cache = self.cache.cache
-        if self.cache.num_replayed > 0 and (returned.wants_dict or is_user_defined(cache)):
-            inputs = {**self.inputs, **self.cache.replayed}
-            if inputs.get("attention_mask") is not None:
-                inputs["attention_mask"] = inputs["attention_mask"][..., : self.cache.length]
-            tokens = inputs.pop("input_ids")
-            self.forward(**self.target.prepare_inputs_for_generation(tokens, **inputs), return_dict=True)
-            self.num_forwards += 1
-            self.cache.crop(0)
+        if returned.wants_dict or is_user_defined(cache):
+            self.replay()
         if not returned.wants_dict or self.unused_cache is None:
             return cache
         copy_into(self.unused_cache, cache, self.prompt_length, self.cache.length)
