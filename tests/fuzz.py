@@ -19,6 +19,7 @@ import queue
 import random
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
@@ -42,10 +43,17 @@ def run_case(kind: str, seed: int, number: int) -> tuple[int, str | None]:
             return 1, "the case itself failed: " + traceback.format_exc(limit=-4).replace("\n", " | ")
 
 
+def end_with_parent():
+    """However that ends: no `finally` of it runs if it is killed."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
 def work(kinds, seed, first, step, results, output):
     """Runs every `step`-th case from `first` on, and tells before and after each."""
     os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)  # warnings of transformers, and the like
     os.dup2(1, 2)
+    threading.Thread(target=end_with_parent, daemon=True).start()
     import torch
 
     torch.set_num_threads(1)

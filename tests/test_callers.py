@@ -454,21 +454,40 @@ def test_decoding_of_its_own_is_refused(draft):
         target.generate(make_prompt(5), assistant_model=draft, max_new_tokens=4)
 
 
-def test_arguments_that_count_tokens_are_refused(draft):
-    class Counter(LlamaForCausalLM):
-        def _update_model_kwargs_for_generation(self, *args, **kwargs):
-            updated = super()._update_model_kwargs_for_generation(*args, **kwargs)
-            return {**updated, "num_calls": updated.get("num_calls", 0) + 1}
+class Counter(LlamaForCausalLM):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, num=0, cache_position=None, **kwargs):
+        outputs = super().forward(input_ids, attention_mask, position_ids, **kwargs)
+        outputs.logits = outputs.logits.roll(int(num), dims=-1)
+        return outputs
 
-        def forward(self, input_ids=None, attention_mask=None, position_ids=None, num_calls=0, **kwargs):
-            outputs = super().forward(input_ids, attention_mask, position_ids, **kwargs)
-            outputs.logits = outputs.logits.roll(num_calls, dims=-1)
-            return outputs
 
+class CallCounter(Counter):
+    def _update_model_kwargs_for_generation(self, *args, **kwargs):
+        updated = super()._update_model_kwargs_for_generation(*args, **kwargs)
+        return {**updated, "num": updated.get("num", 0) + 1}
+
+
+class TokenCounter(Counter):
+    def prepare_inputs_for_generation(self, input_ids, num=None, **kwargs):
+        inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        num = torch.tensor(input_ids.shape[1] % 3) if num is None else num
+        return {**inputs, "num": num, "cache_position": torch.arange(inputs["input_ids"].shape[1])}
+
+
+@pytest.mark.parametrize(
+    ("counter", "message"),
+    [
+        (CallCounter, "CallCounter has an `_update_model_kwargs_for_generation` of its own"),
+        (TokenCounter, "TokenCounter.prepare_inputs_for_generation adds `num`"),
+    ],
+)
+def test_arguments_that_count_tokens_are_refused(draft, counter, message):
     target = make_target("llama")
-    target.__class__ = Counter
-    with pytest.raises(ValueError, match="Counter has an `_update_model_kwargs_for_generation` of its own"):
+    target.__class__ = counter
+    with pytest.raises(ValueError, match=message):
         target.generate(make_prompt(5), assistant_model=draft, max_new_tokens=4)
+    if counter is TokenCounter:
+        assert_same_text(target, draft, num=torch.tensor(1))  # of the caller: the same at each token
 
 
 @pytest.mark.parametrize(

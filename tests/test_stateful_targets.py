@@ -260,6 +260,26 @@ def test_how_much_is_read_again():
     assert 2 < oracle.last_generation.acceptance_length < 4
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear"])
+def test_what_is_read_again_before_states_that_are_no_numbers(family):
+    """It is read without them: NaNs pass through the mask of a chunk."""
+    target, prompt = make_target(family), make_prompt(9)
+    text = target.generate(prompt, **SETTINGS)
+    draft = Eagle3ForSpeculation.from_target(target).eval()
+    draft.generation_config.tree_policy = "static"
+    written = text[0, 9:].tolist()
+    bad = next(token for token in written[6:] if token not in text[0, :15])
+    target.get_input_embeddings().weight.data[bad] = torch.nan
+    settings = {**SETTINGS, "max_new_tokens": written.index(bad) + 3, "return_dict_in_generate": True}
+    expected = target.generate(prompt, **settings)
+    actual = target.generate(prompt, assistant_model=draft, **settings)
+    assert torch.equal(actual.sequences, expected.sequences)
+    for layer, expected_layer in zip(actual.past_key_values.layers, expected.past_key_values.layers):
+        if getattr(layer, "keys", None) is not None:
+            assert not layer.keys[..., :-2, :].isnan().any()
+            torch.testing.assert_close(layer.keys, expected_layer.keys, atol=1e-4, rtol=1e-3, equal_nan=True)
+
+
 def test_states_that_cannot_be_read_again_are_refused():
     sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 48}
     sizes |= {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8}

@@ -36,7 +36,7 @@ class AssistantMixin:
         raise NotImplementedError(f"`{type(self).__name__}` must define `proposer(call)`.")
 
     def validate_target(self, target: PreTrainedModel) -> None:
-        """Raises `ValueError` if this is not an assistant for `target`. Called before anything else happens."""
+        """Raises `ValueError` if this is not an assistant for `target`. Called before the target reads the prompt."""
 
     def resolve_aux_layer_ids(self, target: PreTrainedModel) -> list[int]:
         """Returns the indices of the `hidden_states` of `target` that its proposers read. Index `k` is the state entering layer `k`."""
@@ -135,10 +135,9 @@ NAME_OF_DRAFT = "`assistant_model` is the name {0!r}, not a draft. Load it with 
 
 def install_generation_hook() -> None:
     """
-    Lets an assistant bring its own decoding. `generate` calls `assistant_model.validate_target(target)` before anything
-    else and then `assistant_model.assisted_decoding(target, ...)`, and warns if it decoded without that. Pipelines take
-    the assistant as it is, and pass it on. Other assistants are untouched. Installing twice, or from several copies of this
-    file, changes nothing.
+    Lets an assistant bring its own decoding. `generate` calls `assistant_model.assisted_decoding(target, ...)`, and warns if it
+    decoded without that. Pipelines take the assistant as it is, and pass it on. Other assistants are untouched. Installing twice,
+    or from several copies of this file, changes nothing.
     """
     # An older copy of this file may have installed only some of them.
     hook_method(GenerationMixin, "_validate_generation_mode", "_validates_with_assistant", validate_with_assistant)
@@ -187,7 +186,7 @@ def validate_with_assistant(
     generation_config: GenerationConfig,
     generation_mode_kwargs: dict,
 ) -> Any:
-    """`_validate_generation_mode` that lets an assistant check the target, and lifts the limits of other assistants."""
+    """`_validate_generation_mode` that lifts the limits of other assistants: [`AssistantMixin.assisted_decoding`] checks the target."""
     assistant: Any = generation_mode_kwargs.get("assistant_model")
     if isinstance(assistant, (str, Path)):
         raise ValueError(NAME_OF_DRAFT.format(str(assistant)))
@@ -199,7 +198,6 @@ def validate_with_assistant(
             "`output_loading_info=True` the first of both), without a wrapper."
         )
     if hasattr(assistant, "assisted_decoding"):
-        assistant.validate_target(target)
         # Transformers would compare vocabularies, but a target may have more tokens than its assistant knows.
         generation_mode_kwargs = {**generation_mode_kwargs, "assistant_model": None}
         # Several sequences a prompt are a batch, which transformers' own assistants do not take.

@@ -178,6 +178,11 @@ class TreeCache:
         if not self.is_static:
             self.crop(-num_left_out)
 
+    def end_replay(self) -> None:
+        """What was replayed is part of the past from here on."""
+        self.crop(0)
+        self.replayed, self.saved = {}, None
+
     def discard_tree(self) -> None:
         """Forgets the newest tree. Zeros its slots in a static cache: NaNs pass through any mask."""
         self.keep([[]], batch_growth=0)
@@ -244,8 +249,7 @@ class ReplayCache(TreeCache):
             self.crop(-num_read - num_nodes)
             self.replayed = {name: entries[..., : num_read + batch_growth] for name, entries in self.read.items()}
         else:
-            self.crop(0)
-            self.replayed, self.saved = {}, None
+            self.end_replay()
 
     def roll_back(self) -> None:
         if self.saved is None:  # a plain step's token belongs to the text

@@ -228,10 +228,12 @@ class TreeDecoding:
         """Runs one forward over all nodes of the tree. The cache keeps what is accepted."""
         text, verifier = self.text, self.verifier
         outputs = verifier.verify(tree, text)
-        may_discard &= tree.num_nodes > 1 or verifier.cache.is_static  # slots may hold another tree's NaNs
+        # Slots may hold another tree's NaNs. Replayed tokens may get those of the root.
+        may_discard &= tree.num_nodes > 1 or verifier.cache.is_static or outputs.num_replayed > 0
         accepted = accept(text, self.sampler, tree, outputs, may_discard)
         if accepted is None:  # decode plainly instead
             verifier.cache.discard_tree()
+            verifier.replay()
             return self.verify(DraftTree.chain(text.newest(1)), may_discard=False)
         verifier.cache.keep(accepted.nodes, accepted.batch_growth)
         verifier.extend(outputs, accepted.counts, accepted.batch_growth)

@@ -26,6 +26,10 @@ from .text_eagle3 import SampleArguments, Text, align_right
 from .tree_eagle3 import DraftTree, Plan
 
 
+# What `prepare_inputs_for_generation` may add: trees have their own, or [`Verifier._try_siblings`] finds that they matter.
+ADDED_INPUTS = {"cache_position", "input_ids", "inputs_embeds", "logits_to_keep", "num_logits_to_keep"}
+
+
 class Verifier:
     """The target during one call, with its cache and the inputs of its next forward."""
 
@@ -183,7 +187,7 @@ class Verifier:
     def _prepared(self, by_token: dict[str, Any], attention_mask: Any) -> dict[str, Any]:
         """
         The arguments of a forward, as the target's `prepare_inputs_for_generation` makes them, but with what that changes for single
-        tokens put back. Raises `ValueError` if it does not pass on positions and mask.
+        tokens put back. Raises `ValueError` if it does not pass on positions and mask, or adds what may depend on single tokens.
         """
         target, tokens, positions = self.target, by_token.pop("input_ids"), by_token["position_ids"]
         by_type = attention_mask if isinstance(attention_mask, dict) else None
@@ -207,6 +211,14 @@ class Verifier:
                 f"{type(target).__name__}.prepare_inputs_for_generation does not pass on the positions and the mask that "
                 "it is given, which a tree needs. Leave `assistant_model` out."
             )
+        # A target's own code may count the tokens that it gets: here those of the tree, in `_sample` all of the text.
+        if not target.prepare_inputs_for_generation.__module__.startswith("transformers."):
+            added = [name for name in prepared.keys() - tree_inputs.keys() - ADDED_INPUTS if is_number(prepared[name])]
+            if added:
+                raise ValueError(
+                    f"{type(target).__name__}.prepare_inputs_for_generation adds `{min(added)}`, which may differ between a forward "
+                    "over several tokens and one over each of them. Leave `assistant_model` out."
+                )
         return prepared
 
     def extend(self, outputs: TreeOutputs, counts: list[int], batch_growth: int) -> None:
@@ -235,18 +247,30 @@ class Verifier:
                     entries = entries.index_select(-2, on_device(rows, entries.device))
                 self.inputs[name] = entries[..., excess:]
 
+    def replay(self) -> None:
+        """Reads the tokens that wait to be replayed, and nothing else."""
+        cache = self.cache
+        if cache.num_replayed == 0:
+            return
+        inputs = {**self.inputs, **cache.replayed}
+        if inputs.get("attention_mask") is not None:
+            inputs["attention_mask"] = inputs["attention_mask"][..., : cache.length]
+        tokens = inputs.pop("input_ids")
+        self.forward(**self.target.prepare_inputs_for_generation(tokens, **inputs), return_dict=True)
+        self.num_forwards += 1
+        cache.end_replay()
+
     def finish(self, returned: ReturnedOutputs) -> Cache:
         """Returns the cache. If the caller can see it, it is as plain `generate` leaves it."""
         cache = self.cache.cache
-        if self.cache.num_replayed > 0 and (returned.wants_dict or is_user_defined(cache)):
-            inputs = {**self.inputs, **self.cache.replayed}
-            if inputs.get("attention_mask") is not None:
-                inputs["attention_mask"] = inputs["attention_mask"][..., : self.cache.length]
-            tokens = inputs.pop("input_ids")
-            self.forward(**self.target.prepare_inputs_for_generation(tokens, **inputs), return_dict=True)
-            self.num_forwards += 1
-            self.cache.crop(0)
+        if returned.wants_dict or is_user_defined(cache):
+            self.replay()
         if not returned.wants_dict or self.unused_cache is None:
             return cache
         copy_into(self.unused_cache, cache, self.prompt_length, self.cache.length)
         return self.unused_cache  # as large as plain `generate`'s
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number, or a tensor of them."""
+    return isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool)
