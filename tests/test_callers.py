@@ -604,6 +604,14 @@ def test_custom_generate(target):
         target.generate(prompt, custom_generate=draft.assisted_decoding, num_beams=2, **SETTINGS)
 
 
+def test_a_pair_is_validated_once(target, draft, monkeypatch):
+    """Each time compares embeddings, which processes that share them gather."""
+    calls = []
+    monkeypatch.setattr(type(draft), "validate_target", lambda *pair: calls.append(pair))
+    assert_same_text(target, draft)
+    assert calls == [(draft, target)]
+
+
 def greedy_search(model, input_ids, assistant_model=None, **kwargs):
     return input_ids
 
