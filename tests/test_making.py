@@ -111,11 +111,10 @@ def test_a_draft_that_is_unpacked_at_the_first_forward():
     target = make_target("llama")
     draft = Eagle3ForSpeculation.from_target(target)
     weight = draft.fc._parameters.pop("weight")
-    draft.hf_quantizer = None
 
     def unpack(*args):
         draft.fc.weight = weight
 
-    draft.register_forward_pre_hook(unpack)
+    draft.ct_decompress_hook = draft.register_forward_pre_hook(unpack)
     draft.validate_target(target)
     assert draft.fc.weight is weight

@@ -21,6 +21,7 @@ from transformers import (
     Gemma3nForCausalLM,
     MllamaForCausalLM,
 )
+from transformers.utils.hub import cached_file
 
 from hf_eagle3 import Eagle3Config, Eagle3ForSpeculation
 from hf_eagle3.baselines import BASELINES
@@ -420,7 +421,7 @@ def test_saving_again_in_another_number_of_files(tmp_path, target, variant):
 
 
 @pytest.mark.parametrize("held", [(), ("config.json",)])
-def test_a_draft_that_is_not_here_and_no_connection(tmp_path, held):
+def test_a_draft_that_is_not_here_and_no_connection(tmp_path, held, monkeypatch):
     """It is not the draft's files that are wrong."""
     folder = tmp_path / "models--me--draft" / "snapshots" / ("0" * 40)
     for name in held:
@@ -428,8 +429,18 @@ def test_a_draft_that_is_not_here_and_no_connection(tmp_path, held):
         (folder / name).write_text('{"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}')
         (tmp_path / "models--me--draft" / "refs").mkdir()
         (tmp_path / "models--me--draft" / "refs" / "main").write_text(folder.name)
-    with pytest.raises(OSError, match="We couldn't connect to"):
+    tried = []
+
+    def cached_file_noting(source, name, **kwargs):
+        tried.append(kwargs.get("local_files_only", False))
+        return cached_file(source, name, **kwargs)
+
+    monkeypatch.setattr("hf_eagle3.tensor_names.cached_file", cached_file_noting)
+    with pytest.raises(
+        OSError, match="We couldn't connect to" if held else "There is no folder me/draft, .* connect to"
+    ):
         Eagle3ForSpeculation.from_pretrained("me/draft", cache_dir=tmp_path)
+    assert held or tried.count(False) <= 2  # each takes half a minute
 
 
 def test_weights_that_could_not_be_loaded_again_are_not_saved(tmp_path, target):

@@ -24,7 +24,7 @@ from .environment import is_missing_folder
 from .remote_code.auto_eagle3 import logger
 from .remote_code.configuration_eagle3 import default_aux_layer_ids
 from .remote_code.loading_eagle3 import check_loading_info
-from .tensor_names import HUB_ARGUMENTS, LENIENT, check_is_reachable, find, our_names, weights_file
+from .tensor_names import HUB_ARGUMENTS, LENIENT, LOCAL, check_is_reachable, find, our_names, weights_file
 
 
 if TYPE_CHECKING:
@@ -160,18 +160,23 @@ def check_token_ids(generation_config: dict[str, Any]) -> None:
             raise ValueError(f"`{name}` is {value!r}, but must be the id of a token.")
 
 
-def check_files(source: str | Path, variant: str | None = None, **hub_kwargs: Any) -> dict[str, Any] | None:
+def check_files(
+    source: str, variant: str | None = None, needs_config: bool = True, **hub_kwargs: Any
+) -> dict[str, Any] | None:
     """
     Returns the content of a checkpoint's `config.json`, or `None` if there is none. Checks the files that transformers reads, or
     silently passes over if they are broken.
 
     Raises:
         FileNotFoundError: if the folder does not exist.
-        ValueError: if a file is broken, or names files outside of its folder.
+        OSError: if the Hub cannot be reached.
+        ValueError: if a file is broken or names files outside of its folder, or the `config.json` that is needed is missing.
     """
-    if is_missing_folder(str(source)):
+    if is_missing_folder(source):
         raise FileNotFoundError(f"There is no folder {source}. Pass the folder of a draft, or a Hub id (owner/name).")
     path = find(source, "config.json", **hub_kwargs)
+    if path is None and needs_config:  # first, because without a connection each other file takes half a minute
+        check_adapter(source, **hub_kwargs)
     content = None if path is None else read_json(path)
     is_quantized = any((content or {}).get(name) for name in ("quantization_config", "quantization"))
     paths = [weights_file(source, variant, **hub_kwargs)]
@@ -186,9 +191,11 @@ def check_files(source: str | Path, variant: str | None = None, **hub_kwargs: An
 
 def check_adapter(source: str, **hub_kwargs: Any) -> None:
     """Raises `ValueError` if a folder or repo without a `config.json` has no adapter either, or one that does not name its draft."""
-    adapter = find(source, "adapter_config.json", **{**hub_kwargs, **LENIENT})
+    adapter = find(source, "adapter_config.json", **{**hub_kwargs, **LOCAL})
     if adapter is None:
         check_is_reachable(source, "config.json", **hub_kwargs)
+        adapter = find(source, "adapter_config.json", **hub_kwargs)
+    if adapter is None:
         raise ValueError(f"{source}: {NO_CONFIG}")
     if read_json(adapter).get("base_model_name_or_path") is None:
         raise ValueError(
@@ -220,11 +227,10 @@ def read_draft(
     """
     source, variant = str(path), kwargs.get("variant")
     report: dict[str, Any] = {}
-    content = None if path is None else check_files(source, variant, **hub_kwargs)
+    needs_config = kwargs.get("config") is None
+    content = None if path is None else check_files(source, variant, needs_config, **hub_kwargs)
     if content is not None and hub_kwargs.get("force_download"):  # the checks have just downloaded all files
         hub_kwargs, kwargs = ({**each, "force_download": False} for each in (hub_kwargs, kwargs))
-    if path is not None and content is None and kwargs.get("config") is None:
-        check_adapter(source, **hub_kwargs)
     if content is not None and not cls.config_class.recognises(content, source):
         from . import checkpoints  # here, because that module imports this one
 

@@ -214,10 +214,8 @@ def store_draft_vocabulary(draft: "DraftModel", token_ids: torch.Tensor) -> None
 
 
 def meet_target(draft: "DraftModel", target: PreTrainedModel) -> None:
-    """Checks the table of a draft of another format, gives it a head if it stores none, and lets compressed-tensors unpack it."""
-    if hasattr(
-        draft, "hf_quantizer"
-    ):  # its hook would run before `forward` of the whole draft, which decoding does not call
+    """Checks the table of a draft of another format, and gives it a head if it stores none. Unpacks it if it is packed."""
+    if hasattr(draft, "ct_decompress_hook"):  # of compressed-tensors, before a `forward` that decoding does not call
         for hook in [*draft._forward_pre_hooks.values()]:
             hook(draft, ())
     check_table(draft, target)

@@ -52,7 +52,7 @@ def check_is_reachable(source: str | Path, name: str, **hub_kwargs: Any) -> None
         cached_file(str(source), name, **hub_kwargs)
     except OSError as error:
         if isinstance(error.__cause__, LocalEntryNotFoundError):
-            raise
+            raise OSError(f"There is no folder {source}, and the Hub cannot be asked. {error}") from error.__cause__
 
 
 def with_variant(name: str, variant: str | None) -> str:

@@ -237,6 +237,15 @@ def test_engines_collect_states_layer_by_layer():
     assert all("in another order than the target's layers" in text for _, text in describe_engines(draft))
 
 
+@pytest.mark.parametrize("form, are_said", [("classic", (True, False)), ("eagle3.1", (True, True))])
+def test_only_what_helps_is_advised(form, are_said):
+    """Drafts for targets of few layers read the embedding, whatever their form."""
+    draft = Eagle3ForSpeculation.from_target(make_target("llama", num_hidden_layers=2), **FORMS[form])
+    with pytest.raises(writing.CannotExpress) as error:
+        openvino.check(draft)
+    assert ("eagle_aux_hidden_state_layer_ids" in str(error.value), "classic" in str(error.value)) == are_said
+
+
 def test_a_classic_draft_is_for_all(tmp_path):
     target = make_target("qwen3", num_hidden_layers=8)
     draft = Eagle3ForSpeculation.from_target(target, **FORMS["classic"])

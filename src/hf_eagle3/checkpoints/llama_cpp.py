@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from ..remote_code.draft_model_eagle3 import DraftModel
-from .writing import CONFIGURED, check_features, check_head, check_layer_ids
+from .writing import CONFIGURED, EMBEDDING, check_features, check_head, check_layer_ids
 
 
 NAME = "gguf"
 ARCHITECTURE = "eagle3"
 TARGET_FILE = "the target's GGUF file, which llama.cpp serves, too (its `convert_hf_to_gguf.py TARGET` writes one),"
-TAKES = {*CONFIGURED, "`norm_before_fc`", "`norm_before_residual`", "the target's embedding (id 0) among its states"}
+TAKES = {*CONFIGURED, "`norm_before_fc`", "`norm_before_residual`", EMBEDDING}
 # Our names of tensors, and llama.cpp's (gguf-py's constants, `MODEL_ARCH.EAGLE3`).
 TENSORS = {
     "fc": "fc",

@@ -21,6 +21,7 @@ CONFIGURED = {
 }
 # Engines collect the states layer by layer.
 OTHER_ORDER = "one state twice, or its states in another order than the target's layers"
+EMBEDDING = "the target's embedding (id 0) among its states"  # as of drafts for targets of less than four layers
 
 
 def flat_config(draft: DraftModel, takes: Collection[str], to: str) -> dict[str, Any]:
@@ -78,7 +79,7 @@ def draft_features(draft: DraftModel) -> dict[str, bool]:
         "more or fewer than three states": config.num_aux_hidden_states != 3,
         "states other than the default three": not has_default_ids,
         OTHER_ORDER: ids is not None and ids != sorted(set(ids)),
-        "the target's embedding (id 0) among its states": 0 in (ids or ()) and not config.aux_layer_ids_assumed,
+        EMBEDDING: 0 in (ids or ()) and not config.aux_layer_ids_assumed,
     }
 
 
@@ -94,9 +95,16 @@ class CannotExpress(ValueError):
 
     def __init__(self, to: str, reasons: list[str]):
         self.reasons = reasons
+        advice = []
+        if EMBEDDING in reasons:
+            advice.append(
+                'Train with `model_init_kwargs={"eagle_aux_hidden_state_layer_ids": [...]}`, with ids from 1 on.'
+            )
+        if set(reasons) != {EMBEDDING}:
+            advice.append('`draft_form="classic"` trains a draft that most engines take.')
         super().__init__(
             f"The {to} format cannot express this draft: it has {'; '.join(reasons)}. Training decides this, and a trained draft "
-            'cannot be converted. `draft_form="classic"` trains a draft that most engines take.'
+            f"cannot be converted. {' '.join(advice)}"
         )
 
 
