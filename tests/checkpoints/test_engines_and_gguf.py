@@ -255,6 +255,13 @@ def test_engines_collect_states_layer_by_layer():
     assert all("in another order than the target's layers" in text for _, text in describe_engines(draft))
 
 
+def test_biases_that_vllm_would_drop(target):
+    for model_type, is_refused in (("llama", False), ("qwen3", True)):
+        draft = Eagle3ForSpeculation.from_target(target, model_type=model_type, attention_bias=True)
+        described = dict(describe_engines(draft))["vLLM"]
+        assert (described == "cannot take it: biases in Qwen3 layers") == is_refused
+
+
 def test_windows_in_some_layers(target):
     settings = {"num_hidden_layers": 2, "model_type": "qwen3", "sliding_window": 4, "use_sliding_window": True}
     for second, has_option in (("sliding_attention", False), ("full_attention", True)):

@@ -27,6 +27,9 @@ def check_vllm(draft: DraftModel) -> None:
     reasons = []
     if draft.config.is_parallel and draft.config.fc_norm:  # vLLM does not pass the flag to the layers of such drafts
         reasons.append("`fc_norm` in a parallel draft")
+    layer = draft.config.transformer_layer_config
+    if layer.model_type == "qwen3" and layer.attention_bias:  # vLLM has none in their `o_proj`
+        reasons.append("biases in Qwen3 layers")
     if draft_features(draft)[OTHER_ORDER]:
         reasons.append(OTHER_ORDER)
     if reasons:
