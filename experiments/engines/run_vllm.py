@@ -37,7 +37,7 @@ def in_process(job):
         "enforce_eager": True,
         "disable_log_stats": False,
     }
-    settings |= {"max_num_seqs": 1, "enable_prefix_caching": False}
+    settings |= {"max_num_seqs": 1, "enable_prefix_caching": False, **job.get("settings", {})}
     if job.get("bare"):  # the draft's folder says what its target is
         llm = LLM(job["draft"], **settings)
     else:

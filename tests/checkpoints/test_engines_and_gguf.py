@@ -1,5 +1,6 @@
 """What can be told of other engines without running them (tests/engines runs them)."""
 
+import json
 import sys
 
 import gguf
@@ -154,6 +155,24 @@ def test_what_openvino_would_drop(target, tmp_path, flag):
         export(draft, tmp_path / "out", "openvino")
 
 
+def test_openvino_takes_more_than_sglang(target, tmp_path, monkeypatch):
+    """SGLang's layout is only the way to its format."""
+    settings = {"hidden_act": "gelu", "eagle_aux_hidden_state_layer_ids": [1, 3, 5]}
+    draft, configs = Eagle3ForSpeculation.from_target(target, model_type="llama", **CLASSIC, **settings), []
+    draft.config.speculators_config = None  # so it does not name its target
+
+    def convert(python, source, folder):
+        configs.append(json.loads((source / "config.json").read_text()))
+        folder.mkdir()
+
+    monkeypatch.setattr(openvino, "convert", convert)
+    monkeypatch.setattr(openvino, "run", lambda *arguments: configs.append(arguments[-1]))
+    described = dict(describe_engines(draft))
+    assert "cannot take it" in described["SGLang"] and described["OpenVINO GenAI"].startswith("takes it after")
+    export(draft, tmp_path / "out", "openvino")
+    assert configs[0]["hidden_act"] == "gelu" and configs[1] == "0,2,4"
+
+
 def test_a_new_flag_is_refused_by_all_formats(target, monkeypatch):
     draft = Eagle3ForSpeculation.from_target(target, model_type="llama", **CLASSIC)
     monkeypatch.setattr(writing, "FLAGS", (*writing.FLAGS, "draft_vocab_size"))
@@ -244,6 +263,23 @@ def test_only_what_helps_is_advised(form, are_said):
     with pytest.raises(writing.CannotExpress) as error:
         openvino.check(draft)
     assert ("eagle_aux_hidden_state_layer_ids" in str(error.value), "classic" in str(error.value)) == are_said
+
+
+def test_biases_that_vllm_would_drop(target):
+    for model_type, is_refused in (("llama", False), ("qwen3", True)):
+        draft = Eagle3ForSpeculation.from_target(target, model_type=model_type, attention_bias=True)
+        described = dict(describe_engines(draft))["vLLM"]
+        assert (described == "cannot take it: biases in Qwen3 layers") == is_refused
+
+
+def test_windows_in_some_layers(target):
+    settings = {"num_hidden_layers": 2, "model_type": "qwen3", "sliding_window": 4, "use_sliding_window": True}
+    for second, has_option in (("sliding_attention", False), ("full_attention", True)):
+        layer_types = ["sliding_attention", second]
+        draft = Eagle3ForSpeculation.from_target(target, layer_types=layer_types, **settings)
+        text = dict(describe_engines(draft))["vLLM"]
+        assert text.startswith("takes it as it is")
+        assert (", with --disable-hybrid-kv-cache-manager (tests" in text) == has_option
 
 
 def test_a_classic_draft_is_for_all(tmp_path):

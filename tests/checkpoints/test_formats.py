@@ -359,7 +359,7 @@ def test_what_sglang_checks_of_what_we_export(tmp_path, target):
         ({"attention_bias": True}, "safeailab", "biases"),
         ({"attention_bias": True}, "sglang", "biases"),
         ({"hidden_act": "gelu"}, "sglang", "an activation"),
-        ({"eagle_aux_hidden_state_layer_ids": [2]}, "sglang", "SGLang skips `fc`"),
+        ({"eagle_aux_hidden_state_layer_ids": [2]}, "sglang", "readers skip `fc`"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 5, 4]}, "sglang", "in another order"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 4, 4]}, "sglang", "one state twice"),
         ({}, "onnx", "exported to"),

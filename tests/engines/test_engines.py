@@ -42,6 +42,31 @@ def with_wrong_layers(draft_dir, folder):
     return folder
 
 
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def with_form(target, draft_dir, folder, **settings):
+    """
+    A draft of another form, which cannot propose each fourth token. It has the weights of a trained draft as far as they fit,
+    so that some of what it drafts is accepted.
+    """
+    torch.manual_seed(0)
+    draft = Eagle3ForSpeculation.from_target(target, **{**FORMS["classic"], **settings})
+    trained = Eagle3ForSpeculation.from_pretrained(draft_dir).state_dict()
+    for name, parameter in draft.named_parameters():
+        noise = 0.02 * torch.randn_like(parameter)
+        parameter.data += noise * (parameter.std() if "embed_tokens" in name else 1)
+        if name in trained:
+            part = tuple(map(slice, map(min, parameter.shape, trained[name].shape)))
+            parameter.data[part] = trained[name][part]
+    draft.trim_draft_vocabulary([token_id for token_id in range(draft.config.vocab_size) if token_id % 4])
+    draft.save_pretrained(folder)
+    return folder
+
+
 def assert_same(found, expected):
     assert found["tokens"] == expected["tokens"]
     assert found["forwards"] == expected["forwards"]
@@ -50,12 +75,22 @@ def assert_same(found, expected):
 # vLLM -----------------------------------------------------------------------------------------------------------------
 
 
+OTHER = {"fc_norm": True, "norm_output": True, "norm_before_residual": True, "has_own_embed_tokens": True}
+OTHER |= {"model_type": "qwen3", "eagle_aux_hidden_state_layer_ids": [0, 3, 5, 7]}
+OTHER |= {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+OTHER |= {"sliding_window": 16, "use_sliding_window": True}
+
+
 @pytest.mark.parametrize("depth", [3, 6])
-@pytest.mark.parametrize("form", ["classic", "eagle3.1", "p-eagle"])
+@pytest.mark.parametrize("form", ["classic", "eagle3.1", "p-eagle", "other"])
 def test_vllm(models, target, prompts, python_of, tmp_path, form, depth):
     draft = models / form / "draft"
+    if form == "other":
+        draft = with_form(target, models / "eagle3.1" / "draft", tmp_path / form, **OTHER)
     job = {"target": models / "classic" / "target", "draft": draft, "prompts": prompts, "num_draft_tokens": depth}
     job["is_parallel"] = form == "p-eagle"
+    if form == "other":
+        job["settings"] = {"disable_hybrid_kv_cache_manager": True}  # one layer has a window, and one has none
     assert dict(describe_engines(Eagle3ForSpeculation.from_pretrained(draft)))["vLLM"].startswith("takes it as it is")
     expected = ours(target, draft, prompts, **tree(depth))
     assert_same(run_engine(python_of("vllm"), "vllm", max_new_tokens=MAX_NEW_TOKENS, **job), expected)
@@ -153,15 +188,24 @@ def target_gguf(models, target):
     return path
 
 
-@pytest.mark.parametrize("wrong", [False, True])
-def test_llama_cpp(models, target, target_gguf, prompts, python_of, tmp_path, wrong):
+OF_LLAMA_CPP = {
+    "linear": {"rope_parameters": LINEAR, "eagle_aux_hidden_state_layer_ids": [0, 3, 5]},
+    "llama3": {"rope_parameters": LLAMA3, "head_dim": 48},
+    "flags": {"norm_before_fc": True, "norm_before_residual": True, "has_own_embed_tokens": True},
+}
+
+
+@pytest.mark.parametrize("kind", ["classic", "wrong layers", *OF_LLAMA_CPP])
+def test_llama_cpp(models, target, target_gguf, prompts, python_of, tmp_path, kind):
     draft = models / "classic" / "draft"
-    exported = with_wrong_layers(draft, tmp_path / "wrong") if wrong else draft
+    if kind in OF_LLAMA_CPP:
+        draft = with_form(target, draft, tmp_path / kind, **OF_LLAMA_CPP[kind])
+    exported = with_wrong_layers(draft, tmp_path / "wrong") if kind == "wrong layers" else draft
     export(Eagle3ForSpeculation.from_pretrained(exported), tmp_path / "gguf", "gguf", target_gguf=target_gguf)
     job = {"target": target_gguf, "draft": tmp_path / "gguf" / "draft.gguf", "prompts": prompts, "num_draft_tokens": 5}
     found = run_engine(python_of("llama_cpp"), "llama_cpp", max_new_tokens=MAX_NEW_TOKENS, **job)
     expected = ours(target, draft, prompts, **tree(5))
-    if wrong:
+    if kind == "wrong layers":
         assert found["tokens"] == expected["tokens"] and found["forwards"] != expected["forwards"]
     else:
         assert_same(found, expected)
@@ -184,11 +228,20 @@ TREES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["chain", "tree", "wrong layers"])
+OF_OPENVINO = {
+    "linear": {"rope_parameters": LINEAR},
+    "llama3": {"rope_parameters": LLAMA3, "head_dim": 48},
+    "yarn": {"rope_parameters": YARN, "eagle_aux_hidden_state_layer_ids": [1, 3, 5], "hidden_act": "gelu"},
+}
+
+
+@pytest.mark.parametrize("kind", [*TREES, "wrong layers", *OF_OPENVINO])
 def test_openvino(models, target, openvino_target, prompts, python_of, tmp_path, kind, monkeypatch):
     """Which trees it draws depends on probabilities, which it takes as the draft says them."""
     monkeypatch.setattr(Calibration, "power", property(lambda self: 1.0, lambda self, power: None), raising=False)
     draft, (shape, settings) = models / "classic" / "draft", TREES.get(kind, TREES["chain"])
+    if kind in OF_OPENVINO:
+        draft = with_form(target, draft, tmp_path / kind, **OF_OPENVINO[kind])
     exported = with_wrong_layers(draft, tmp_path / "wrong") if kind == "wrong layers" else draft
     python = python_of("openvino")
     export(Eagle3ForSpeculation.from_pretrained(exported), tmp_path / "openvino", "openvino", python=python)
@@ -206,7 +259,6 @@ def test_openvino(models, target, openvino_target, prompts, python_of, tmp_path,
 # SGLang ---------------------------------------------------------------------------------------------------------------
 # Its engine does not speculate on CPUs, but its models draft there: `run_sglang.py` says how.
 
-YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 OF_SGLANG = {
     "classic": {},
     "eagle3.1": {"fc_norm": True, "norm_output": True},

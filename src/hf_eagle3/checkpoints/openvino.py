@@ -14,7 +14,7 @@ import torch
 from ..remote_code.draft_model_eagle3 import DraftModel
 from . import sglang
 from .files import save_checkpoint
-from .writing import CONFIGURED, check_features, check_layer_ids, check_table
+from .writing import CONFIGURED, check_layer_ids, layer_ids
 
 
 NAME = "openvino"
@@ -35,12 +35,16 @@ for suffix in (".xml", ".bin"):
 """
 
 
-def check(draft: DraftModel) -> None:
-    """Raises `ValueError`, naming what GenAI would refuse, or silently ignore."""
-    check_features(draft, TAKES, "OpenVINO")
-    if draft.config.has_own_embed_tokens:
-        check_table(draft, "OpenVINO")
+def layout(draft: DraftModel) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """
+    Returns a draft's configuration and tensors, as the converter reads them. Raises `ValueError`, naming what GenAI would refuse, or
+    silently ignore.
+    """
+    config, tensors = sglang.layout(draft, TAKES, "OpenVINO")
     check_layer_ids(draft)
+    # Without `d2t` (a full vocabulary) the converter would fill it from uninitialised memory.
+    tensors.setdefault("d2t", torch.zeros(draft.config.draft_vocab_size, dtype=torch.long))
+    return config | layer_ids(draft), tensors
 
 
 def write(draft: DraftModel, folder: str | Path, python: str | None = None) -> None:
@@ -49,15 +53,12 @@ def write(draft: DraftModel, folder: str | Path, python: str | None = None) -> N
     `openvino`, which need an older transformers than this package. Raises `ValueError` if GenAI cannot express the draft, or
     the converter fails.
     """
-    check(draft)
-    config, tensors = sglang.write(draft)
-    # Without `d2t` (a full vocabulary) the converter would fill it from uninitialised memory.
-    tensors.setdefault("d2t", torch.zeros(draft.config.draft_vocab_size, dtype=torch.long))
+    config, tensors = layout(draft)
     python = python or sys.executable
     with tempfile.TemporaryDirectory() as scratch:
-        layout = Path(scratch, "draft")
-        save_checkpoint(layout, config, tensors)
-        convert(python, layout, folder)
+        source = Path(scratch, "draft")
+        save_checkpoint(source, config, tensors)
+        convert(python, source, folder)
         ids = ",".join(str(layer_id - 1) for layer_id in draft.config.eagle_aux_hidden_state_layer_ids)
         run(python, "-c", WRITE_LAYER_IDS, folder, ids)
 

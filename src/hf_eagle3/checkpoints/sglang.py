@@ -1,5 +1,6 @@
 """The format that SGLang serves and SpecForge writes."""
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -33,12 +34,28 @@ def write(draft: DraftModel) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         CannotExpress: if SGLang would ignore a part of the draft.
         ValueError: if the layer ids depend on the target, and the draft does not name it.
     """
+    flat, tensors = layout(draft, TAKES, NAME)
+    flat |= layer_ids(draft, reads_ids_unchanged(draft))
+    if draft.config.norm_before_fc:
+        flat["norm_before_fc"] = True
+        flat.setdefault("eagle_config", {})["norm_before_fc"] = True
+    # Layers after the first have one norm before their attention. SGLang calls it `hidden_norm`.
+    for i in range(1, draft.config.num_hidden_layers):
+        tensors[f"layers.{i}.hidden_norm.weight"] = tensors[f"layers.{i}.input_layernorm.weight"].clone()
+    return flat, tensors
+
+
+def layout(draft: DraftModel, takes: Collection[str], to: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """
+    Returns the part of [`write`] that OpenVINO's converter reads, too. Raises `ValueError` if the draft has features that are not in
+    `takes`, what the reader `to` takes.
+    """
     config = draft.config
     num_entries = config.num_aux_hidden_states * config.target_hidden_size
     if num_entries == config.hidden_size:
-        reason = f"states of {num_entries} entries together, as many as its own width, for which SGLang skips `fc`"
-        raise CannotExpress(NAME, [reason])
-    flat = flat_config(draft, TAKES, NAME)
+        reason = f"states of {num_entries} entries together, as many as its own width, for which readers skip `fc`"
+        raise CannotExpress(to, [reason])
+    flat = flat_config(draft, takes, to)
     flat |= {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -46,16 +63,8 @@ def write(draft: DraftModel) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         "norm_output": config.norm_output,
         "target_hidden_size": config.target_hidden_size,
         "num_aux_hidden_states": config.num_aux_hidden_states,
-        **layer_ids(draft, reads_ids_unchanged(draft)),
     }
-    if config.norm_before_fc:
-        flat["norm_before_fc"] = True
-        flat.setdefault("eagle_config", {})["norm_before_fc"] = True
-    tensors = flat_tensors(draft)
-    # Layers after the first have one norm before their attention. SGLang calls it `hidden_norm`.
-    for i in range(1, config.num_hidden_layers):
-        tensors[f"layers.{i}.hidden_norm.weight"] = tensors[f"layers.{i}.input_layernorm.weight"].clone()
-    return flat, tensors
+    return flat, flat_tensors(draft)
 
 
 def reads_ids_unchanged(draft: DraftModel) -> bool:
