@@ -189,7 +189,7 @@ def check_layers(config: Eagle3Config) -> None:
             f"`partial_rotary_factor` is {factor}, but the layers of these drafts rotate whole heads. Remove it."
         )
     dim = int(layer_config.head_dim * factor)
-    if factor > 1 or dim % 2 or dim == 0:
+    if factor != 1 and (factor > 1 or dim % 2 or dim == 0):
         raise ValueError(
             f"`partial_rotary_factor` is {factor}, but must be at most 1, and rotate an even number of a head's "
             f"{layer_config.head_dim} entries."

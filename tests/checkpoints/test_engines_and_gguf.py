@@ -261,7 +261,7 @@ def test_only_what_helps_is_advised(form, are_said):
     """Drafts for targets of few layers read the embedding, whatever their form."""
     draft = Eagle3ForSpeculation.from_target(make_target("llama", num_hidden_layers=2), **FORMS[form])
     with pytest.raises(writing.CannotExpress) as error:
-        openvino.check(draft)
+        openvino.layout(draft)
     assert ("eagle_aux_hidden_state_layer_ids" in str(error.value), "classic" in str(error.value)) == are_said
 
 

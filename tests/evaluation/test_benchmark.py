@@ -272,7 +272,9 @@ def results_of(*speedups, **changes):
 def test_methods_that_take_no_batches_are_named(capsys, sizes, said):
     results = results_of(2.0, batch_size=4)
     results.run |= {"tree": {}, "missing_tasks": {}, "left_out": {}}
-    args = SimpleNamespace(target="t", repeats=1, max_new_tokens=8, methods=["plain", "assistant"], batch_sizes=sizes)
+    args = SimpleNamespace(
+        target="t", repeats=1, max_new_tokens=8, methods=["plain", "assistant"], batch_sizes=sizes, json=None
+    )
     load_script("recipes/benchmark.py").print_report(args, results, torch.float32)
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith(said) and last.endswith(": assistant.")

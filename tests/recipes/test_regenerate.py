@@ -137,6 +137,7 @@ def test_a_target_in_the_process(tmp_path, data, tokenizer, run_recipe, caplog, 
     result = run_recipe("regenerate.py", *command, "--max_new_tokens", 5, "--batch_size", 8)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "Load the target in float32: `--dtype float32`" in caplog.text
+    assert "Rows: " in result.stderr  # in logs, too
     written = len(load_dataset("json", data_files=str(tmp_path / "out" / "*.jsonl"), split="train"))
     assert f"{written} rows written" in result.stdout and written > NUM_ROWS // 2
     # A random target says special tokens, too.

@@ -22,6 +22,8 @@ CONFIGURED = {
 # Engines collect the states layer by layer.
 OTHER_ORDER = "one state twice, or its states in another order than the target's layers"
 EMBEDDING = "the target's embedding (id 0) among its states"  # as of drafts for targets of less than four layers
+NOT_THREE = "more or fewer than three states"
+NOT_DEFAULT = "states other than the default three"
 
 
 def flat_config(draft: DraftModel, takes: Collection[str], to: str) -> dict[str, Any]:
@@ -76,8 +78,8 @@ def draft_features(draft: DraftModel) -> dict[str, bool]:
         # SGLang scales `dynamic` from the first token on, and ignores `attention_factor`. OpenVINO reads the same file.
         "`dynamic` rotary scaling, or an `attention_factor`": rope_type == "dynamic" or has_attention_factor,
         "target states of another width than its own": config.target_hidden_size != config.hidden_size,
-        "more or fewer than three states": config.num_aux_hidden_states != 3,
-        "states other than the default three": not has_default_ids,
+        NOT_THREE: config.num_aux_hidden_states != 3,
+        NOT_DEFAULT: not has_default_ids,
         OTHER_ORDER: ids is not None and ids != sorted(set(ids)),
         EMBEDDING: 0 in (ids or ()) and not config.aux_layer_ids_assumed,
     }

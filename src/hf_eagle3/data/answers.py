@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -10,6 +11,7 @@ import pyarrow as pa
 from datasets import DatasetInfo, Features
 from filelock import FileLock, Timeout
 from huggingface_hub import CommitInfo, CommitOperationAdd, DatasetCard, DatasetCardData, HfApi
+from tqdm.auto import tqdm
 
 from ..environment import what_differs, without_paths
 from ..file_checks import read_json
@@ -46,6 +48,11 @@ hf-eagle3 with
 accelerate launch recipes/train.py --model_name_or_path {model} --dataset_name {repo_id} --eval_strategy no
 ```
 """
+
+
+def bar_of_rows(output: "Output") -> tqdm:
+    """Returns a bar of finished rows. In a terminal it moves, and to a log it writes a line each minute."""
+    return tqdm(desc="Rows", initial=len(output.done), mininterval=0.1 if sys.stderr.isatty() else 60)
 
 
 class Output:

@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl.chat_template_utils import add_response_schema
 from trl.data_utils import get_dataset_column_names
 
 from ..remote_code.devices_eagle3 import CUDNN_ATTENTION
 from ..tokenizer import PromptEncoder, padded_inputs, padding_token
-from .answers import Output
+from .answers import Output, bar_of_rows
 from .conversation import Conversation
 from .encoding import RowEncoder
 from .images import ImageReader
@@ -93,7 +92,7 @@ def regenerate_locally(
     at_once = batch_size * (BATCHES_SORTED if images is None else 1)  # images of many rows take much memory
     upcoming, active, num_failed, order = iter(pending), list[Conversation](), 0, random.Random(0)
     learners = [RowEncoder(tokenizer, "messages", assistant_only_loss=only) for only in (True, False)]
-    progress = tqdm(desc="Rows", initial=len(output.done), disable=None)
+    progress = bar_of_rows(output)
     while True:
         prompts, num_unreachable = encode_prompts(chain(active, upcoming), at_once, encode, output)
         num_failed += num_unreachable

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 import aiohttp
-from tqdm.auto import tqdm
 
 from ..tokenizer import with_arguments_as_text
-from .answers import Output
+from .answers import Output, bar_of_rows
 from .conversation import Conversation, image_parts
 from .images import sendable
 from .messages import calls_of, check_calls, read_message
@@ -91,7 +90,7 @@ class ServerClient:
     unanswered: list[tuple[int, Exception]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.progress = tqdm(desc="Rows", initial=len(self.output.done), disable=None)
+        self.progress = bar_of_rows(self.output)
 
     async def work(self, session: aiohttp.ClientSession) -> None:
         """Answers pending conversations, one after the other."""
