@@ -457,7 +457,7 @@ def test_decoding_of_its_own_is_refused(draft):
 class Counter(LlamaForCausalLM):
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, num=0, cache_position=None, **kwargs):
         outputs = super().forward(input_ids, attention_mask, position_ids, **kwargs)
-        outputs.logits = outputs.logits.roll(int(num), dims=-1)
+        outputs.logits = outputs.logits.roll(num[0] if isinstance(num, list) else int(num), dims=-1)
         return outputs
 
 
@@ -468,17 +468,27 @@ class CallCounter(Counter):
 
 
 class TokenCounter(Counter):
+    """Counts the tokens that it gets, and passes the count on in several forms."""
+
+    form = torch.tensor
+
     def prepare_inputs_for_generation(self, input_ids, num=None, **kwargs):
         inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
-        num = torch.tensor(input_ids.shape[1] % 3) if num is None else num
-        return {**inputs, "num": num, "cache_position": torch.arange(inputs["input_ids"].shape[1])}
+        num = self.form(input_ids.shape[1] % 3) if num is None else num
+        return {**inputs, "num": num, "constant": 1.5, "cache_position": torch.arange(inputs["input_ids"].shape[1])}
+
+
+class ListOfCounts(TokenCounter):
+    def form(self, count):
+        return [count]
 
 
 @pytest.mark.parametrize(
     ("counter", "message"),
     [
         (CallCounter, "CallCounter has an `_update_model_kwargs_for_generation` of its own"),
-        (TokenCounter, "TokenCounter.prepare_inputs_for_generation adds `num`"),
+        (TokenCounter, "TokenCounter.prepare_inputs_for_generation passes on another `num`"),
+        (ListOfCounts, "ListOfCounts.prepare_inputs_for_generation passes on another `num`"),
     ],
 )
 def test_arguments_that_count_tokens_are_refused(draft, counter, message):

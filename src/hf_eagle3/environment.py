@@ -187,15 +187,15 @@ def errors_in_one_line() -> Iterator[None]:
     try:
         yield
     except (HTTPError, ImportError, OSError, StrictDataclassError, ValueError) as error:
-        raise SystemExit(f"{type(error).__name__}: {error}{unreached_host(error)}") from None
+        raise SystemExit(f"{type(error).__name__}: {error}" + unreached_host(error)) from None
 
 
-def unreached_host(error: Exception) -> str:
-    """Returns what an error without an answer of a server does not say: which server it was."""
-    if not isinstance(error, HTTPError) or getattr(error, "response", None) is not None:
+def unreached_host(error: Any) -> str:
+    """Returns what an error of a connection does not say: which server could not be reached."""
+    if not any(base.__name__ == "TransportError" for base in type(error).__mro__):  # of httpx, or of its successor
         return ""
     try:
-        return f". {error.request.url.host} could not be reached."
+        return f" (no answer from {error.request.url.host})"
     except RuntimeError:  # it has no request
         return ""
 

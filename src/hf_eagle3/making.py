@@ -216,8 +216,7 @@ def store_draft_vocabulary(draft: "DraftModel", token_ids: torch.Tensor) -> None
 def meet_target(draft: "DraftModel", target: PreTrainedModel) -> None:
     """Checks the table of a draft of another format, and gives it a head if it stores none. Unpacks it if it is packed."""
     if hasattr(draft, "ct_decompress_hook"):  # of compressed-tensors, before a `forward` that decoding does not call
-        for hook in [*draft._forward_pre_hooks.values()]:
-            hook(draft, ())
+        draft._forward_pre_hooks[draft.ct_decompress_hook.id](draft, ())
     check_table(draft, target)
     if draft.get_output_embeddings().out_features == 0 or draft._borrowed_head:
         borrow_head(draft, target)
@@ -390,7 +389,7 @@ def layer_config_for(text_config: PreTrainedConfig, num_hidden_layers: int) -> d
     rope = get("rope_parameters") or {}
     rope = rope.get("full_attention", rope) or {}  # one set per layer type (Gemma 3), or none (BEAM)
     if rope.get("rope_type", "default") in PORTABLE_ROPE_TYPES:
-        # Drafts rotate whole heads, by one position a token.
+        # New drafts rotate whole heads, by one position a token.
         rope = {key: value for key, value in rope.items() if key in ROPE_KEYS - {"partial_rotary_factor"}}
     else:
         rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}

@@ -138,31 +138,33 @@ def has_call(content: Any, call: dict) -> bool:
     return isinstance(content, str) and all(isinstance(name, str) and name in content for name in names)
 
 
-def parts_of(message: dict) -> Iterator[tuple[str, Any, list[dict]]]:
+def parts_of(message: dict) -> Iterator[tuple[str, Any, list[list[dict]]]]:
     """
     Yields what a chat template must write of a message: its name for errors, the text that shows it (`None` if it has other
-    forms), and the messages that stand for this one without it.
+    forms), and what may stand for this message without it: lists of messages.
     """
     role, content, calls = message["role"], message["content"], message.get("tool_calls") or []
     if message.get("tools"):
         without = {name: value for name, value in message.items() if name != "tools"}
-        yield "tools of a message. Write them into the column `tools`", None, [without]
+        yield "tools of a message. Write them into the column `tools`", None, [[without]]
     if content and role not in ("user", "assistant"):
-        yield f"messages of {role!r}", content, []
+        yield f"messages of {role!r}", content, [[]]
     if role != "assistant":
         return
     if calls and not has_call(content, calls[0]):
-        yield "tool calls", None, [{**message, "tool_calls": []}]
+        yield "tool calls", None, [[{**message, "tool_calls": []}]]
         if content.strip() if isinstance(content, str) else content:  # Llama 3.1's template leaves it out
-            yield "the text beside a tool call", content, [{**message, "content": ""}]
+            yield "the text beside a tool call", content, [[{**message, "content": ""}]]
     if len(calls) > 1 and not has_call(content, calls[1]):  # gpt-oss's template leaves it out
-        yield "tool calls after a message's first", None, [{**message, "tool_calls": calls[:1]}]
-    if thoughts := next((message[name] for name in THOUGHTS if message.get(name)), None):
+        yield "tool calls after a message's first", None, [[{**message, "tool_calls": calls[:1]}]]
+    if thoughts := next((message[name] for name in THOUGHTS if isinstance(message.get(name), str)), None):
         without = {name: value for name, value in message.items() if name not in THOUGHTS}
-        yield "the assistant's thoughts", thoughts, [without]
+        yield "the assistant's thoughts", thoughts, [[without]]
     within, mark, answer = content.partition("</think>") if isinstance(content, str) else ("", "", "")
     if mark and (within := within.replace("<think>", "").strip()):  # DeepSeek-R1's template leaves it out
-        yield "the assistant's thoughts (what is before </think>)", within, [{**message, "content": answer}]
+        # Some templates also drop the lines between reasoning and answer (Qwen3, LFM2.5).
+        instead = [[{**message, "content": each}] for each in (answer, answer.lstrip())]
+        yield "the assistant's thoughts (what is before </think>)", within, instead
 
 
 class PromptEncoder:
@@ -243,15 +245,16 @@ class PromptEncoder:
             if message["role"] == "assistant" and kwargs.get("add_generation_prompt"):
                 continue
             before, after = messages[:number], messages[number + 1 :]
-            for what, shown, without in parts_of(message):
-                # It may be there only because the template's own prompt is the same.
+            for what, shown, instead in parts_of(message):
+                # It counts as written even if only the template's own prompt says the same.
                 if isinstance(shown, str) and shown.strip() in text:
                     continue
                 place = what, not after, *filter(message.get, message)
                 if place not in self.written:
-                    is_cut = self._renders(text, [*before, *without, *after], **kwargs)
+                    is_cut = any(self._renders(text, [*before, *without, *after], **kwargs) for without in instead)
                     is_last = message["role"] != "assistant" or not after
-                    if is_cut and (is_last or self._leaves_out([*before, message], [*before, *without], **kwargs)):
+                    alone = [[*before, *without] for without in instead]
+                    if is_cut and (is_last or self._leaves_out([*before, message], alone, **kwargs)):
                         raise ValueError(f"it leaves out {what}. Remove or rename them, or pass another template")
                     self.written[place] = is_cut
                 cuts_earlier |= self.written[place]
@@ -263,13 +266,13 @@ class PromptEncoder:
             self.written[name,] = False
         return cuts_earlier
 
-    def _leaves_out(self, messages: list[dict], others: list[dict], **kwargs: Any) -> bool:
-        """Whether the template makes one text of conversations that differ. It may refuse them."""
+    def _leaves_out(self, messages: list[dict], others: list[list[dict]], **kwargs: Any) -> bool:
+        """Whether the template makes the same text of a conversation and one of some others. It may refuse them."""
         try:
             text = self.render(messages, **kwargs)
         except Exception:
             return False
-        return self._renders(text, others, **kwargs)
+        return any(self._renders(text, each, **kwargs) for each in others)
 
     def _renders(self, text: str, messages: list[dict], **kwargs: Any) -> bool:
         """Whether the template makes this text of messages. It may refuse them."""

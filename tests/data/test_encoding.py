@@ -18,6 +18,7 @@ from trl.data_utils import apply_chat_template
 from hf_eagle3.data import RowEncoder, RowError, encode_rows
 from hf_eagle3.data.encoded import split_documents
 from hf_eagle3.data.encoding import has_markers
+from hf_eagle3.data.values import NothingToLearn
 from hf_eagle3.tokenizer import PromptEncoder
 
 
@@ -371,6 +372,8 @@ def test_thoughts_that_a_template_takes_only_in_contents():
 ])  # fmt: skip
 def test_reasoning_that_a_template_writes_only_in_the_last_turn_is_counted(name, assistant_only_loss, is_cut, caplog):
     encoder = RowEncoder(byte_tokenizer(TEMPLATES[name]), "messages", assistant_only_loss=assistant_only_loss)
+    within = [THOUGHTS[0], assistant("<think>\nIt is.\n</think>\n\nYes."), *THOUGHTS[2:]]
+    assert encoder({"messages": within})["is_cut"] == is_cut
     rows = Dataset.from_dict({"messages": [PLAIN[:2], THOUGHTS, THOUGHTS[:2], THOUGHTS]})
     told = "In 2 of 4 rows of the train data (the first are [1, 3]) the chat template leaves out what earlier turns"
     with caplog.at_level(logging.WARNING):
@@ -450,6 +453,18 @@ def test_a_few_conversations_may_have_no_answer(tokenizer, caplog):
     with pytest.raises(ValueError, match=r"2 of 60 rows .* cannot be learned from. .* Row 59: message 0 of"):
         encode_rows(wrong, encoder, "train")
     assert len(encode_rows(rows, RowEncoder(tokenizer, "messages"), "train")) == 59
+
+
+def test_empty_answers_teach_nothing(tokenizer):
+    answers = RowEncoder(tokenizer, "messages", assistant_only_loss=True)
+    for content in ("", " \n"):
+        with pytest.raises(NothingToLearn, match="its answers are empty"):
+            answers({"messages": [user("a"), assistant(content)]})
+    assert answers({"messages": [user("a"), assistant(""), user("b"), assistant("c")]})["input_ids"]
+    takes_calls = RowEncoder(byte_tokenizer(TEMPLATES["qwen3"]), "messages", assistant_only_loss=True)
+    assert takes_calls({"messages": [user("a"), assistant("", tool_calls=[CALL])]})["input_ids"]
+    with pytest.raises(NothingToLearn, match="its completion is empty"):
+        RowEncoder(tokenizer, "prompt")({"prompt": "a", "completion": ""})
 
 
 def test_a_row_teaches_from_its_third_token_on(tokenizer):

@@ -86,7 +86,9 @@ def read(
     try:
         return flat.read(config, tensors)
     except (AttributeError, KeyError, StrictDataclassError, TypeError, ValueError) as error:  # a value is malformed
-        reason = error.args[0] if isinstance(error, KeyError) else error  # transformers raises it with a message
+        reason = str(error)
+        if isinstance(error, KeyError):  # of a missing key, or with a message of transformers
+            reason = str(error.args[0]) if " " in str(error.args[0]) else f"there is no {error}"
         raise ValueError(f"{source}, read as {format_of(config)}: {reason}") from error
 
 

@@ -245,14 +245,14 @@ def rope_of(config: dict) -> dict:
                 f"`{key}` has a `factor` of {given['factor']}, but no `rope_type`. Set it to the scaling that the draft was trained with."
             )
         given = {name: value for name, value in given.items() if value is not None and name != "type"}
+        if given.get("rope_type") == "mrope":  # the old name of the default with an `mrope_section`
+            given["rope_type"] = "default"
         unlike = {name: value for name, value in given.items() if rope.get(name, value) not in (value, "default")}
         if unlike:
             raise ValueError(
                 f"`rope_scaling` says {unlike}, but `rope_parameters` { ({name: rope[name] for name in unlike}) }. Remove the wrong one."
             )
         rope |= given
-    if rope["rope_type"] == "mrope":  # the old name of the default with an `mrope_section`
-        rope["rope_type"] = "default"
     original = config.get("original_max_position_embeddings")  # where Phi has it
     if original and rope["rope_type"] != "default":
         rope.setdefault("original_max_position_embeddings", original)

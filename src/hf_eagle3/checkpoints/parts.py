@@ -87,7 +87,7 @@ def complete(tensors: dict[str, torch.Tensor], report: dict[str, Any], config: d
         tensors["lm_head.weight"] = tensors["embed_tokens.weight"].clone()
         renamed["embed_tokens.weight"] = "lm_head.weight (tied)"
     vocab_size, mapping = config["vocab_size"], "d2t" if "d2t" in tensors else "t2d"
-    if mapping == "t2d" and "t2d" in tensors:
+    if mapping == "t2d" and "t2d" in tensors and not is_neutral_mapping("t2d", tensors["t2d"]):
         tensors["d2t"], renamed["t2d"] = d2t_of(tensors["t2d"]), "d2t (computed)"
     held = len(tensors["d2t"]) if "d2t" in tensors else None
     draft_vocab_size = config.get("draft_vocab_size") or held or vocab_size

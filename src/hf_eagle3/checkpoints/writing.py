@@ -97,12 +97,12 @@ class CannotExpress(ValueError):
 
     def __init__(self, to: str, reasons: list[str]):
         self.reasons = reasons
-        advice = []
-        if EMBEDDING in reasons:
+        of_states, advice = {EMBEDDING, NOT_THREE, NOT_DEFAULT, OTHER_ORDER}, []
+        if of_states.intersection(reasons):
             advice.append(
-                'Train with `model_init_kwargs={"eagle_aux_hidden_state_layer_ids": [...]}`, with ids from 1 on.'
+                'Most engines take three states, from 1 on: `model_init_kwargs={"eagle_aux_hidden_state_layer_ids": [1, ...]}`.'
             )
-        if set(reasons) != {EMBEDDING}:
+        if not of_states.issuperset(reasons):
             advice.append('`draft_form="classic"` trains a draft that most engines take.')
         super().__init__(
             f"The {to} format cannot express this draft: it has {'; '.join(reasons)}. Training decides this, and a trained draft "

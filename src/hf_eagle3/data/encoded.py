@@ -118,8 +118,8 @@ def report_cut(rows: Sequence[int], num_rows: int, name: str) -> None:
     """Warns that the template leaves out the reasoning of earlier turns in these of `num_rows` rows."""
     logger.warning(
         f"In {len(rows)} of {num_rows} rows of the {name} data (the first are {list(rows[:3])}) the chat template leaves out what earlier "
-        "turns of the assistant have beside their answers (reasoning), so the draft does not learn it. To learn it, make a row for each "
-        "turn, which ends with it."
+        "turns of the assistant have beside their answers, such as reasoning, so the draft does not learn that. To learn it, make one row "
+        "for each turn of the assistant, and let the row end with that turn."
     )
 
 

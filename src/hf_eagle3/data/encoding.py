@@ -12,7 +12,7 @@ from trl.data_utils import common_prefix_length
 
 from ..tokenizer import PromptEncoder
 from .images import Expansion, ImageReader
-from .messages import WEIGHTS, is_learned
+from .messages import WEIGHTS, is_learned, says_something
 from .rows import IMAGES, Row, read_images, read_row
 from .values import NothingToLearn, RowError
 
@@ -153,6 +153,8 @@ class RowEncoder(PromptEncoder):
             tokens = [*tokens, self.tokenizer.eos_token_id]
         num_given = 0
         if completion is not None and self.completion_only_loss:
+            if not completion.strip():
+                raise NothingToLearn("its completion is empty")
             num_given = common_prefix_length(self.text(expansion.of(prompt)), tokens)
         encoded = {"input_ids": tokens, "labels": [-100] * num_given + tokens[num_given:]}
         return self._with_images(encoded, whole, expansion)
@@ -207,6 +209,9 @@ class RowEncoder(PromptEncoder):
             raise NothingToLearn(
                 f"it has no message with the role 'assistant', only {roles}. With `assistant_only_loss=True` it has nothing to learn"
             )
+        learned = [each for each in row.messages if each["role"] == "assistant" and is_learned(each)]
+        if learned and not any(map(says_something, learned)):
+            raise NothingToLearn("its answers are empty. With `assistant_only_loss=True` it has nothing to learn")
         if self.is_marked and not all(are_learned):
             if len(spans) != len(are_learned):
                 raise RowError(
@@ -214,7 +219,7 @@ class RowEncoder(PromptEncoder):
                     "0 cannot be left out. Remove the row or the key"
                 )
             spans = list(compress(spans, are_learned))
-        if not any(are_learned):
+        if not learned:
             return [], 0
         return self._marked(text, tokens, spans) if self.is_marked else self._turns(row, tokens, expansion)
 

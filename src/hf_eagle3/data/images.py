@@ -47,7 +47,7 @@ def shows_images(dataset: Any) -> bool:
     """
     if not isinstance(dataset, Dataset | IterableDataset):
         return False
-    if any(column in columns_of(dataset) for column in IMAGES):
+    if not set(IMAGES).isdisjoint(columns_of(dataset)):
         return True
     rows: list[dict[str, Any]] = list(islice(with_unread_images(dataset.with_format(None)), ROWS_LOOKED_AT))
     names = *CONVERSATIONS, "prompt"
@@ -58,7 +58,7 @@ def shows_images(dataset: Any) -> bool:
 
 def without_images(dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
     """Returns the data set without its columns of images, so that reading a row opens no file."""
-    return dataset.remove_columns([column for column in IMAGES if column in columns_of(dataset)])
+    return dataset.remove_columns(list(set(IMAGES).intersection(columns_of(dataset))))
 
 
 def columns_of(dataset: Dataset | IterableDataset) -> list[str]:

@@ -72,7 +72,7 @@ def read_message(message: Any, where: str) -> dict:
     if role is None and "from" in others:
         speaker = others.pop("from")
         role = ROLES.get(speaker.lower()) if isinstance(speaker, str) else None
-        if speaker == CALLER:
+        if isinstance(speaker, str) and speaker.lower() == CALLER:
             role, calls = "assistant", from_json(others.pop("value", None), f"the call in {where}")
             calls = calls if isinstance(calls, list) else [calls]
             others["tool_calls"] = [{"type": "function", "function": _read_call(call, where)} for call in calls]
@@ -159,6 +159,12 @@ def is_learned(message: dict) -> bool:
         if isinstance(weight, str):  # "false" is true
             raise RowError(f"a message has {shown(weight)} as {key!r}, but must have a number, true or false")
     return all(weight != 0 for weight in weights.values())
+
+
+def says_something(message: dict) -> bool:
+    """Whether a message of the assistant has a text, tool calls or reasoning."""
+    content = message["content"]
+    return bool(content.strip() if isinstance(content, str) else content) or any(map(message.get, WITHOUT_CONTENT))
 
 
 def _read_call(call: Any, where: str) -> dict:

@@ -57,7 +57,7 @@ TASKS = {
         "abisee/cnn_dailymail",
         80,
         lambda row: [f"Summarize:\n\n{row['article']}"],
-        # By its name, `datasets` would download the training data, too: 40 times as much.
+        # By its name, `datasets` would download the much larger training data, too.
         {"data_files": "3.0.0/test-*", "split": "train"},
     ),
     "math500": Task("HuggingFaceH4/MATH-500", 500, lambda row: [row["problem"]]),

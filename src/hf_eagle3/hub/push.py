@@ -363,10 +363,15 @@ def kept_tags(existing: ModelCard | None) -> list[str]:
 
 def delete_other_benchmark(repo_id: str, weights: str, revision: str | None, token: bool | str | None) -> None:
     """Deletes a benchmark of other weights, with its plots, from a repo that just got the weights with this digest."""
-    record = record_beside(repo_id, BENCHMARK_RECORD, revision=revision, token=token)
-    if record is None or weights_of(record) == weights:
-        return
     api = HfApi()
+    try:
+        path = api.hf_hub_download(repo_id, BENCHMARK_RECORD, revision=revision, token=token)
+    except LocalEntryNotFoundError:  # the Hub was not reached
+        raise
+    except EntryNotFoundError:
+        return
+    if weights_of(read_record(Path(path))) in (None, weights):
+        return
     names = {BENCHMARK_RECORD, *PLOTS}.intersection(api.list_repo_files(repo_id, revision=revision, token=token))
     deletions = [CommitOperationDelete(name) for name in sorted(names)]
     message = "Delete the benchmark of other weights"

@@ -17,7 +17,7 @@ from .devices_eagle3 import CUDNN_ATTENTION, captures_graphs, compiled, reads_wi
 from .embedding_eagle3 import gathered_table, table_of
 from .lookup_eagle3 import PromptLookup
 from .outputs_eagle3 import Eagle3GenerationStats, Eagle3Step, ReturnedOutputs, TreeOutputs
-from .policy_eagle3 import CallKind, Policy, StaticPolicy, policies_of
+from .policy_eagle3 import CallKind, Policy, Sizing, StaticPolicy, policies_of
 from .target_eagle3 import check_call, depends_on_length, is_sharded, may_select_rows
 from .text_eagle3 import SampleArguments, Text, pad_token_of
 from .tree_eagle3 import Accepted, DraftTree, GenerationCall, Plan, Proposer, check_tree
@@ -132,14 +132,13 @@ class TreeDecoding:
         # Processes that run one forward together must agree on its size, but would measure different times.
         if self.settings["tree_policy"] == "static" or is_sharded(self.target):
             return StaticPolicy(max_plan, self.sampler.do_sample)
+        sizing: Sizing = "depth"
         if cache.is_static:
             sizing = "fixed"
         elif reads_without_sync(device):
             sizing = "priced"
         elif self.assistant.drafts_in_one_pass or (captures_graphs(device) and not cache.is_chain):
             sizing = "whole"
-        else:
-            sizing = "depth"
         kind = CallKind(
             max_plan,
             num_rows=self.text.num_rows,

@@ -64,7 +64,7 @@ class Eagle3RotaryEmbedding(LlamaRotaryEmbedding):
     """
 
     @staticmethod
-    def compute_default_rope_parameters(config: Any = None, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, float]:
+    def compute_default_rope_parameters(config: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, float]:
         rope = config.rope_parameters
         dim = int(config.head_dim * (rope.get("partial_rotary_factor") or 1))
         return 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim), 1.0

@@ -5,7 +5,7 @@ import bisect
 import math
 import statistics
 import weakref
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedModel
 
@@ -193,6 +193,11 @@ class DraftingTrial:
         self.latest = self.latest[:: math.ceil(len(self.latest) / self.PRIOR_STEPS)]
 
 
+# How trees get their sizes. "priced": the draft stops growing where prices say so. "depth": the policy chooses the depth
+# before. "whole": the draft makes only the largest tree. "fixed": looked-up trees have that size, too.
+Sizing = Literal["priced", "depth", "whole", "fixed"]
+
+
 class CallKind(NamedTuple):
     """What changes the costs and gains of a call's steps. Only calls of one kind share measurements."""
 
@@ -200,9 +205,7 @@ class CallKind(NamedTuple):
     num_rows: int = 1
     do_sample: bool = False
     looks_up: bool = True  # lookup leaves the harder steps to the draft
-    # What is chosen where the draft proposes: prices by which it sizes the tree while growing it ("priced"), the "depth", or
-    # nothing, since it makes only the largest tree ("whole"). If "fixed", looked-up trees have the largest size, too.
-    sizing: str = "priced"
+    sizing: Sizing = "priced"
     may_retire: bool = False  # finished rows leave the batch
     drafts_in_one_pass: bool = False  # drafting costs the same at any depth
     exposes_ids: bool = False  # a grammar, or other code of the caller, takes time and forbids tokens

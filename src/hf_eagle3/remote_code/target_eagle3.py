@@ -131,7 +131,7 @@ def mixes_tokens(target: PreTrainedModel) -> bool:
     # Of compressed-tensors. Its scales of tokens and of groups are of one token.
     schemes = [module.quantization_scheme for module in target.modules() if hasattr(module, "quantization_scheme")]
     activations: list[Any] = [
-        getattr(scheme, f"{kind}_activations") for scheme in schemes for kind in ("input", "output")
+        getattr(scheme, f"{kind}_activations", None) for scheme in schemes for kind in ("input", "output")
     ]
     if any(each is not None and each.strategy == "tensor" and each.dynamic for each in activations):
         return True

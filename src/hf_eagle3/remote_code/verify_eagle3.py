@@ -26,8 +26,16 @@ from .text_eagle3 import SampleArguments, Text, align_right
 from .tree_eagle3 import DraftTree, Plan
 
 
-# What `prepare_inputs_for_generation` may add: trees have their own, or [`Verifier._try_siblings`] finds that they matter.
-ADDED_INPUTS = {"cache_position", "input_ids", "inputs_embeds", "logits_to_keep", "num_logits_to_keep"}
+# Arguments of a forward that depend on its tokens. Trees have their own, or [`Verifier._try_siblings`] finds that they matter.
+OF_TOKENS = {
+    *INPUTS_BY_TOKEN,
+    CACHE,
+    "cache_position",
+    "input_ids",
+    "inputs_embeds",
+    "logits_to_keep",
+    "num_logits_to_keep",
+}
 
 
 class Verifier:
@@ -71,12 +79,37 @@ class Verifier:
         self.prompt_length = self.cache.length
         if len(input_ids) > 1 and self.inputs.get("attention_mask") is None:  # rows will need padding
             self.inputs["attention_mask"] = input_ids.new_ones(len(input_ids), self.cache.length)
-        if not self.cache.is_chain:  # a target that cannot take a tree is refused before anything is written
+        # A target that cannot take a tree is refused before anything is written.
+        self._check_own_inputs(input_ids)
+        if not self.cache.is_chain:
             self._inputs_for(DraftTree.chain(input_ids.new_zeros(len(input_ids), 2)))
             if not type(self.target).__module__.startswith("transformers."):
                 self._try_siblings(input_ids)
         positions = text_positions(self.inputs)
         return TreeOutputs(target_outputs.logits[:, -1:], positions, self._states_of(target_outputs), target_outputs)
+
+    def _check_own_inputs(self, input_ids: torch.Tensor) -> None:
+        """
+        Raises `ValueError` if the target has code that prepares other arguments for another number of tokens. It would get the
+        tokens of a tree, and in `_sample` all of the text.
+        """
+        prepare = self.target.prepare_inputs_for_generation
+        if prepare.__module__.startswith("transformers."):
+            return
+        passed, newest, mask = [], self.inputs["position_ids"][..., -1:], self.inputs.get("attention_mask")
+        for num_tokens in (1, 2):
+            tokens = torch.arange(num_tokens, device=input_ids.device).expand(len(input_ids), -1)
+            inputs = {**self.inputs, "position_ids": newest + tokens[:1]}
+            if mask is not None:
+                inputs["attention_mask"] = F.pad(mask, (0, num_tokens - 1), value=1)
+            passed.append(prepare(tokens, **inputs))
+        one, two = passed
+        for name in sorted({*one, *two} - OF_TOKENS):
+            if not are_same(one.get(name), two.get(name)):
+                raise ValueError(
+                    f"{type(self.target).__name__}.prepare_inputs_for_generation passes on another `{name}` for other tokens, so the text "
+                    "may change if a forward has several. Leave `assistant_model` out."
+                )
 
     def _try_siblings(self, input_ids: torch.Tensor) -> None:
         """Goes on with chains if the target's code refuses or ignores trees: siblings with the same token must predict the same."""
@@ -187,7 +220,7 @@ class Verifier:
     def _prepared(self, by_token: dict[str, Any], attention_mask: Any) -> dict[str, Any]:
         """
         The arguments of a forward, as the target's `prepare_inputs_for_generation` makes them, but with what that changes for single
-        tokens put back. Raises `ValueError` if it does not pass on positions and mask, or adds what may depend on single tokens.
+        tokens put back. Raises `ValueError` if it does not pass on positions and mask.
         """
         target, tokens, positions = self.target, by_token.pop("input_ids"), by_token["position_ids"]
         by_type = attention_mask if isinstance(attention_mask, dict) else None
@@ -211,14 +244,6 @@ class Verifier:
                 f"{type(target).__name__}.prepare_inputs_for_generation does not pass on the positions and the mask that "
                 "it is given, which a tree needs. Leave `assistant_model` out."
             )
-        # A target's own code may count the tokens that it gets: here those of the tree, in `_sample` all of the text.
-        if not target.prepare_inputs_for_generation.__module__.startswith("transformers."):
-            added = [name for name in prepared.keys() - tree_inputs.keys() - ADDED_INPUTS if is_number(prepared[name])]
-            if added:
-                raise ValueError(
-                    f"{type(target).__name__}.prepare_inputs_for_generation adds `{min(added)}`, which may differ between a forward "
-                    "over several tokens and one over each of them. Leave `assistant_model` out."
-                )
         return prepared
 
     def extend(self, outputs: TreeOutputs, counts: list[int], batch_growth: int) -> None:
@@ -271,6 +296,15 @@ class Verifier:
         return self.unused_cache  # as large as plain `generate`'s
 
 
-def is_number(value: Any) -> bool:
-    """Whether a value is a number, or a tensor of them."""
-    return isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool)
+def are_same(one: Any, other: Any) -> bool:
+    """Whether two arguments of a forward are equal. Objects that hold no numbers count as equal."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(are_same(one[name], other[name]) for name in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(are_same, one, other))
+    are_known = all(
+        isinstance(each, (int, float, str, torch.Tensor, dict, list, tuple, type(None))) for each in (one, other)
+    )
+    return not are_known or (type(one) is type(other) and one == other)
