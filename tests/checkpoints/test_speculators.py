@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints import export
-from hf_eagle3.file_checks import without_load_report
+from hf_eagle3.reading import without_load_report
 from hf_eagle3.training.ttt import TTTBatch, ttt_unroll
 
 

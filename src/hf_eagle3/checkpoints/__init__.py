@@ -23,7 +23,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from ..config_checks import check_method
-from ..file_checks import fields_among
+from ..reading import fields_among
 from ..remote_code.auto_eagle3 import logger
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.draft_model_eagle3 import DraftModel

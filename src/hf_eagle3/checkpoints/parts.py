@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from ..file_checks import check_mapping, d2t_of, is_neutral_mapping
+from ..file_checks import check_mapping
+from ..reading import d2t_of, is_neutral_mapping
 from ..tensor_names import QWEN3_LAYER, our_names
 
 

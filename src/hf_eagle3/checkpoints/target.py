@@ -14,7 +14,7 @@ from transformers import (
 from transformers.utils import logging
 
 from ..environment import warn_of_slow_bfloat16
-from ..file_checks import without_load_report
+from ..reading import without_load_report
 from ..tokenizer import check_is_target
 
 

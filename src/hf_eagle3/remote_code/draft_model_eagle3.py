@@ -111,7 +111,7 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused by name below
         read = super().from_pretrained
         if IS_INSTALLED:
-            reader = installed_module("file_checks", "Loading")
+            reader = installed_module("reading", "Loading")
             model, info, content = reader.read_draft(cls, read, path, args, kwargs, hub_kwargs)
         else:  # a copy reads what was saved, as `weights_digest` shows
             content = None if path is None else read_config(source, **hub_kwargs)

@@ -298,6 +298,8 @@ class Verifier:
 
 def are_same(one: Any, other: Any) -> bool:
     """Whether two arguments of a forward are equal. Objects that hold no numbers count as equal."""
+    if one is other:
+        return True
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict) and isinstance(other, dict):
