@@ -58,7 +58,8 @@ def shows_images(dataset: Any) -> bool:
 
 def without_images(dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
     """Returns the data set without its columns of images, so that reading a row opens no file."""
-    return dataset.remove_columns(list(set(IMAGES).intersection(columns_of(dataset))))
+    columns = columns_of(dataset)
+    return dataset.remove_columns([column for column in IMAGES if column in columns])
 
 
 def columns_of(dataset: Dataset | IterableDataset) -> list[str]:
