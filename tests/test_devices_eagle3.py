@@ -10,7 +10,7 @@ from conftest import VOCAB_SIZE, make_batch, make_prompt
 from operators import Operators
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.remote_code.cache_eagle3 import additive_mask
+from hf_eagle3.remote_code.attention_eagle3 import additive_mask
 from hf_eagle3.remote_code.devices_eagle3 import CudaGraph, CudnnSwitch, captures_graphs, on_device
 from hf_eagle3.remote_code.slots_eagle3 import can_be_captured
 

@@ -9,7 +9,8 @@ from transformers import DynamicCache, GenerationMixin, LlamaConfig, StaticCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_eagle3.remote_code.cache_eagle3 import TreeCache, tree_attention_mask
+from hf_eagle3.remote_code.attention_eagle3 import tree_attention_mask
+from hf_eagle3.remote_code.cache_eagle3 import TreeCache
 from hf_eagle3.remote_code.text_eagle3 import align_right, flat_indices, right_index, stack_right, take_rows
 from hf_eagle3.remote_code.tree_eagle3 import DraftTree, Plan
 from hf_eagle3.remote_code.verify_eagle3 import Verifier

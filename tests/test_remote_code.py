@@ -17,6 +17,7 @@ import hf_eagle3
 TRAVELLING = (
     "accept_eagle3.py",
     "assistant_eagle3.py",
+    "attention_eagle3.py",
     "auto_eagle3.py",
     "cache_eagle3.py",
     "configuration_eagle3.py",
@@ -264,10 +265,11 @@ def test_what_the_travelling_code_touches():
 IMPORT = """
 import sys
 import torch
-from transformers import AutoConfig, AutoModel, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AttentionInterface, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 WATCHED = (GenerationMixin, PreTrainedModel, PreTrainedConfig, AutoModel, AutoConfig, torch.nn.Module)
 before = [dict(vars(thing)) for thing in WATCHED]
+attentions = dict(AttentionInterface())
 reached = []
 
 def audit(event, arguments):
@@ -283,7 +285,7 @@ def changed():
         for thing, was in zip(WATCHED, before)
         for name, value in vars(thing).items()
         if was.get(name) is not value
-    )
+    ) + [name for name, value in AttentionInterface().items() if attentions.get(name) is not value]
 
 def loaded(*names):
     return [name for name in names if name in sys.modules]
@@ -317,5 +319,5 @@ def test_importing_it_touches_these_methods_and_loads_nothing_heavy():
     assert "pip install 'hf-eagle3[train]'" in missing
     assert touched == (
         "[] ['AutoConfig.from_pretrained', 'GenerationMixin._assisted_decoding', "
-        "'GenerationMixin._validate_generation_mode', 'GenerationMixin.generate', 'GenerationMixin.generate_batch']"
+        "'GenerationMixin._validate_generation_mode', 'GenerationMixin.generate', 'GenerationMixin.generate_batch', 'sdpa']"
     )

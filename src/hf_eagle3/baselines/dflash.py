@@ -19,7 +19,7 @@ from ..checkpoints.files import check_finite, check_folder
 from ..file_checks import read_json
 from ..making import logit_factor
 from ..remote_code.accept_eagle3 import Sampler
-from ..remote_code.cache_eagle3 import additive_mask
+from ..remote_code.attention_eagle3 import additive_mask
 from ..remote_code.configuration_eagle3 import tree_settings
 from ..remote_code.devices_eagle3 import on_device, reads_without_sync
 from ..remote_code.draft_model_eagle3 import DraftModel

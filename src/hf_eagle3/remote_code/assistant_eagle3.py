@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel, pipelines
 
+from .attention_eagle3 import install_packed_attention
 from .auto_eagle3 import logger
 from .configuration_eagle3 import DRAFT_KEYS
 from .decoding_eagle3 import TreeDecoding
@@ -147,6 +148,7 @@ def install_generation_hook() -> None:
     hook_method(pipelines.base, "load_assistant_model", "_takes_assistants", load_or_take)
     for name in ("ImageTextToTextPipeline", "AnyToAnyPipeline"):
         hook_method(getattr(pipelines, name, None), "forward", "_passes_assistants", forward_with_assistant)
+    install_packed_attention()
 
 
 def hook_method(owner: Any, name: str, mark: str, hook: Callable) -> None:

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target's cache during a call: masks for trees, keeping what was accepted, and rolling back what was not."""
+"""The target's cache during a call: keeping what was accepted, and rolling back what was not."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     Cache,
     DynamicLayer,
@@ -28,67 +26,6 @@ ATTENTION = {"DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", SHARING
 # Layers with convolutions, or with recurrent states that can be replayed, and those with convolutions beside a window:
 LINEAR = {"LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer"}
 SLIDING_LINEAR = "LinearAttentionAndSlidingWindowAttentionLayer"
-
-
-def additive_mask(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """0 where attention is allowed, else the lowest number. Rows begin at multiples of 8, because fused kernels copy other masks."""
-    length = allowed.shape[-1]
-    shape = *allowed.shape[:-1], length + -length % 8
-    mask = torch.full(shape, torch.finfo(dtype).min, dtype=dtype, device=allowed.device)[..., :length]
-    return mask.masked_fill_(allowed, 0)
-
-
-def tree_attention_mask(
-    config: PreTrainedConfig,
-    cache: Cache,
-    past_length: int,
-    ancestors: torch.Tensor,
-    depths: torch.Tensor,
-    padding_mask: torch.Tensor | None = None,
-) -> torch.Tensor | dict[str, torch.Tensor]:
-    """
-    Additive masks for trees (see [`~tree_eagle3.DraftTree`]) that follow a linear past, given the target's cache
-    before the forward and the `padding_mask` `(B, past_length)`. Returns a mask `(B, 1, N, K)`, or a dict of masks by
-    layer type if there are several, as `transformers.masking_utils.create_masks_for_generate` does.
-
-    Windows and chunks count positions in the text: siblings have different cache indices, but the same position.
-    """
-    device = depths.device
-    padding_mask = None if padding_mask is None else padding_mask.bool()
-
-    def mask_for(layer_type: str, layer: Any) -> torch.Tensor:
-        num_slots = layer.keys.shape[-2] if type(layer) is StaticLayer else None
-        num_past = past_length if num_slots else layer.keys.shape[-2]
-        allowed = F.pad(ancestors, (num_past, 0), value=True)  # (B, N, K)
-        if padding_mask is not None:
-            allowed[..., :num_past].logical_and_(padding_mask[:, None, past_length - num_past : past_length])
-        if layer_type != "full_attention":
-            past = torch.arange(past_length - num_past, past_length, device=device).expand(len(depths), -1)
-            key = torch.cat([past, past_length + depths], dim=1)[:, None]  # positions
-            query = (past_length + depths)[..., None]
-            if layer_type == "sliding_attention":
-                allowed &= query - key < config.sliding_window
-            else:
-                chunk = config.attention_chunk_size
-                if padding_mask is not None:  # holes in the text do not count
-                    left_padding = (padding_mask.cumsum(dim=1) == 0).sum(dim=1)[:, None, None]
-                    query, key = query - left_padding, key - left_padding
-                allowed &= query // chunk == key // chunk
-        if num_slots:
-            allowed = F.pad(allowed, (0, num_slots - allowed.shape[-1]), value=False)
-        return additive_mask(allowed, layer.keys.dtype)[:, None]  # eager attention adds it to the scores
-
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:  # all layers are alike
-        kinds = {"sliding_window": "sliding_attention", "attention_chunk_size": "chunked_attention"}
-        found = (kind for name, kind in kinds.items() if getattr(config, name, None) is not None)
-        layer_types = [next(found, "full_attention")]
-    masks: dict[str, torch.Tensor] = {}
-    for layer_type, layer in zip(layer_types, cache.layers):
-        if has_keys(layer) and layer_type not in masks:
-            masks[layer_type] = mask_for(layer_type, layer)
-    # Some models do not read `layer_types`, and take no dict.
-    return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
 class TreeCache:

@@ -7,7 +7,7 @@ import weakref
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .cache_eagle3 import additive_mask
+from .attention_eagle3 import additive_mask
 from .devices_eagle3 import GraphedFunction, captures_graphs
 from .embedding_eagle3 import PackedTable
 from .target_eagle3 import has_plain_modules, position_limits

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from transformers import Cache, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from .attention_eagle3 import tree_attention_mask
 from .auto_eagle3 import logger
 from .cache_eagle3 import (
     ReplayCache,
@@ -16,7 +17,6 @@ from .cache_eagle3 import (
     is_unused_static,
     is_user_defined,
     recurrent_layers,
-    tree_attention_mask,
     with_room,
 )
 from .devices_eagle3 import on_device

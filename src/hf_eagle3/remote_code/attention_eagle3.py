@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How trees attend: masks, and attention that reads keys once for all heads that share them."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, Cache, PreTrainedConfig
+from transformers.cache_utils import StaticLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .cache_eagle3 import has_keys
+
+
+def additive_mask(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where attention is allowed, else the lowest number. Rows begin at multiples of 8, because fused kernels copy other masks."""
+    length = allowed.shape[-1]
+    shape = *allowed.shape[:-1], length + -length % 8
+    mask = torch.full(shape, torch.finfo(dtype).min, dtype=dtype, device=allowed.device)[..., :length]
+    return mask.masked_fill_(allowed, 0)
+
+
+def tree_attention_mask(
+    config: PreTrainedConfig,
+    cache: Cache,
+    past_length: int,
+    ancestors: torch.Tensor,
+    depths: torch.Tensor,
+    padding_mask: torch.Tensor | None = None,
+) -> torch.Tensor | dict[str, torch.Tensor]:
+    """
+    Additive masks for trees (see [`~tree_eagle3.DraftTree`]) that follow a linear past, given the target's cache
+    before the forward and the `padding_mask` `(B, past_length)`. Returns a mask `(B, 1, N, K)`, or a dict of masks by
+    layer type if there are several, as `transformers.masking_utils.create_masks_for_generate` does.
+
+    Windows and chunks count positions in the text: siblings have different cache indices, but the same position.
+    """
+    device = depths.device
+    padding_mask = None if padding_mask is None else padding_mask.bool()
+
+    def mask_for(layer_type: str, layer: Any) -> torch.Tensor:
+        num_slots = layer.keys.shape[-2] if type(layer) is StaticLayer else None
+        num_past = past_length if num_slots else layer.keys.shape[-2]
+        allowed = F.pad(ancestors, (num_past, 0), value=True)  # (B, N, K)
+        if padding_mask is not None:
+            allowed[..., :num_past].logical_and_(padding_mask[:, None, past_length - num_past : past_length])
+        if layer_type != "full_attention":
+            past = torch.arange(past_length - num_past, past_length, device=device).expand(len(depths), -1)
+            key = torch.cat([past, past_length + depths], dim=1)[:, None]  # positions
+            query = (past_length + depths)[..., None]
+            if layer_type == "sliding_attention":
+                allowed &= query - key < config.sliding_window
+            else:
+                chunk = config.attention_chunk_size
+                if padding_mask is not None:  # holes in the text do not count
+                    left_padding = (padding_mask.cumsum(dim=1) == 0).sum(dim=1)[:, None, None]
+                    query, key = query - left_padding, key - left_padding
+                allowed &= query // chunk == key // chunk
+        if num_slots:
+            allowed = F.pad(allowed, (0, num_slots - allowed.shape[-1]), value=False)
+        return additive_mask(allowed, layer.keys.dtype)[:, None]  # eager attention adds it to the scores
+
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:  # all layers are alike
+        kinds = {"sliding_window": "sliding_attention", "attention_chunk_size": "chunked_attention"}
+        found = (kind for name, kind in kinds.items() if getattr(config, name, None) is not None)
+        layer_types = [next(found, "full_attention")]
+    masks: dict[str, torch.Tensor] = {}
+    for layer_type, layer in zip(layer_types, cache.layers):
+        if has_keys(layer) and layer_type not in masks:
+            masks[layer_type] = mask_for(layer_type, layer)
+    # Some models do not read `layer_types`, and take no dict.
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+MOST_QUERIES = 256  # of one forward: beyond it, repeated masks may take more memory than repeated keys
+
+
+def packed_attention(
+    sdpa: Callable,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """
+    transformers' `sdpa`, but query heads that share keys attend as one head with more queries. If there are several queries
+    under a mask, transformers repeats keys and values for each query head, which copies the whole past in each layer.
+
+    Calls without a tree are passed on: transformers' own masks for `sdpa` are boolean.
+
+    Args:
+        sdpa (`Callable`): transformers' attention function.
+        query (`torch.Tensor` of shape `(B, num_heads, N, head_dim)`): The queries of the nodes.
+        key, value (`torch.Tensor` of shape `(B, num_key_value_heads, K, head_dim)`): Those of the past and the nodes.
+        attention_mask (`torch.Tensor` of shape `(B or 1, 1, N, K)`, *optional*): See [`tree_attention_mask`].
+    """
+    if not _is_packed(query, key, attention_mask) or kwargs.get("position_bias") is not None:
+        return sdpa(module, query, key, value, attention_mask, **kwargs)
+    assert attention_mask is not None
+    batch_size, num_heads, num_queries, _ = query.shape
+    num_shared, length = num_heads // key.shape[1], attention_mask.shape[-1]
+    query = query.reshape(batch_size, key.shape[1], num_shared * num_queries, -1)
+    padded = F.pad(attention_mask, (0, -length % 8))  # as in `additive_mask`
+    mask = padded.repeat(1, 1, num_shared, 1)[..., :length]
+    output, _ = sdpa(None, query, key, value, mask, **kwargs)  # without a module it repeats nothing
+    output = output.unflatten(1, (num_shared, num_queries)).permute(0, 2, 3, 1, 4)
+    return output.reshape(batch_size, num_queries, num_heads, -1).contiguous(), None
+
+
+def _is_packed(query: torch.Tensor, key: torch.Tensor, attention_mask: torch.Tensor | None) -> bool:
+    if attention_mask is None or not attention_mask.is_floating_point() or torch.is_grad_enabled():
+        return False
+    if not query.dim() == key.dim() == attention_mask.dim() == 4 or not 1 < query.shape[2] <= MOST_QUERIES:
+        return False
+    shares_keys = query.shape[1] > key.shape[1] and query.shape[1] % key.shape[1] == 0
+    return shares_keys and attention_mask.shape[1:3] == (1, query.shape[2])
+
+
+def install_packed_attention() -> None:
+    """Makes [`packed_attention`] transformers' `sdpa`. Installing twice, or from several copies of this file, changes nothing."""
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    if not hasattr(sdpa, "_packs_heads"):
+        packed: Any = functools.wraps(sdpa)(functools.partial(packed_attention, sdpa))
+        packed._packs_heads = True
+        AttentionInterface.register("sdpa", packed)
