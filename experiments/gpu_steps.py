@@ -20,6 +20,7 @@ from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.evaluation.benchmark import synchronize
 from hf_eagle3.evaluation.memory import peak_memory, reset_peak_memory
 from hf_eagle3.evaluation.profile import format_profile, profile_steps
+from hf_eagle3.remote_code import attention_eagle3
 from hf_eagle3.remote_code.policy_eagle3 import StaticPolicy
 from hf_eagle3.remote_code.tree_eagle3 import Plan
 
@@ -252,12 +253,12 @@ def measure(args, sections) -> None:
     )
     sections.measure("forwards", forwards, target, draft, [1, 9, 25, 61], context, 2 if tiny else 10, seconds=5)
 
-    def prompts(batch_size):
-        ids = torch.randint(0, target.config.vocab_size, (batch_size, context), device=device)
+    def prompts(batch_size, length=context):
+        ids = torch.randint(0, target.config.vocab_size, (batch_size, length), device=device)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False}
 
-    def step(mode, nodes, batch_size=1):
-        arguments = {**prompts(batch_size), **way_of(mode, tiny)}
+    def step(mode, nodes, batch_size=1, length=context):
+        arguments = {**prompts(batch_size, length), **way_of(mode, tiny)}
         if nodes == 0:
             return step_ms(partial(target.generate, **arguments), None, device, tokens, repeats)
         draft.generation_config.num_assistant_tokens = nodes
@@ -268,6 +269,10 @@ def measure(args, sections) -> None:
         for nodes in trees:
             name = f"{mode}, batch {batch_size}, " + (f"{nodes} nodes" if nodes else "plain")
             sections.measure(name, step, mode, nodes, batch_size, seconds=0 if tiny else seconds)
+
+    def long_step(nodes, most_queries=attention_eagle3.MOST_QUERIES):
+        with mock.patch.object(attention_eagle3, "MOST_QUERIES", most_queries):
+            return step("eager", nodes, length=32 if tiny else 8192)
 
     def call(mode, nodes, length):
         draft.generation_config.num_assistant_tokens = nodes or 24
@@ -296,6 +301,8 @@ def measure(args, sections) -> None:
     steps("eager", 1, (0, 24), 15)
     sections.measure("parts of an eager step", parts_of, {}, seconds=8)
     steps("eager", 1, (8, 60), 15)
+    for name, arguments in {"plain": (0,), "24 nodes": (24,), "24 nodes with keys for each head": (24, 0)}.items():
+        sections.measure(f"eager, long context, {name}", long_step, *arguments, seconds=0 if tiny else 20)
     for batch_size in (2,) if tiny else (8, 32):
         steps("eager", batch_size, (0, 24, 8), 15)
     # On an H100 the plain step compiled in about 55 s. A step with a tree took longer than 105 s, with draft and cache.
