@@ -38,28 +38,29 @@ def attended():
         yield calls
 
 
+@pytest.mark.parametrize("num_queries", [1, 5])
 @pytest.mark.parametrize("num_masks", [1, 2])
 @pytest.mark.parametrize("num_heads", [4, 8])
 @torch.no_grad()
-def test_heads_that_share_keys_attend_as_one(attended, num_masks, num_heads):
-    query, key, value, mask = make_inputs(num_heads=num_heads, num_masks=num_masks)
+def test_heads_that_share_keys_attend_as_one(attended, num_queries, num_masks, num_heads):
+    query, key, value, mask = make_inputs(num_queries, num_heads=num_heads, num_masks=num_masks)
     options = {"dropout": 0.0, "scaling": 0.3, "sliding_window": None}
     expected, _ = sdpa_attention_forward(GroupedAttention, query, key, value, mask, **options)
     output, weights = ALL_ATTENTION_FUNCTIONS["sdpa"](GroupedAttention, query, key, value, mask, **options)
     torch.testing.assert_close(output, expected)
     assert weights is None and output.is_contiguous()
-    (repeated, _), (shared, packed_mask) = attended
-    assert repeated.shape[1] == num_heads and shared is key
+    shared, packed_mask = attended[-1]
+    assert shared is key
     # As fused kernels read masks.
     assert all(stride % 8 == 0 for stride in packed_mask.stride()[:-1])
 
 
 @pytest.mark.parametrize(
     "case",
-    ["gradients", "one query", "many queries", "boolean", "no mask", "a mask for each head", "a bias", "own keys"],
+    ["gradients", "many queries", "boolean", "no mask", "a mask for each head", "a bias", "own keys"],
 )
 def test_other_calls_are_passed_on(case):
-    query, key, value, mask = make_inputs(num_queries={"one query": 1, "many queries": MOST_QUERIES + 1}.get(case, 5))
+    query, key, value, mask = make_inputs(num_queries=MOST_QUERIES + 1 if case == "many queries" else 5)
     module, options = GroupedAttention(), {"scaling": 0.3}
     if case == "boolean":
         mask = mask == 0

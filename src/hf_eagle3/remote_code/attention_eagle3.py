@@ -115,7 +115,7 @@ def packed_attention(
 def _is_packed(query: torch.Tensor, key: torch.Tensor, attention_mask: torch.Tensor | None) -> bool:
     if attention_mask is None or not attention_mask.is_floating_point() or torch.is_grad_enabled():
         return False
-    if not query.dim() == key.dim() == attention_mask.dim() == 4 or not 1 < query.shape[2] <= MOST_QUERIES:
+    if not query.dim() == key.dim() == attention_mask.dim() == 4 or query.shape[2] > MOST_QUERIES:
         return False
     shares_keys = query.shape[1] > key.shape[1] and query.shape[1] % key.shape[1] == 0
     return shares_keys and attention_mask.shape[1:3] == (1, query.shape[2])
