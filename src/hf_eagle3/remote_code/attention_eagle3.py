@@ -105,8 +105,8 @@ def packed_attention(
     batch_size, num_heads, num_queries, _ = query.shape
     num_shared, length = num_heads // key.shape[1], attention_mask.shape[-1]
     query = query.reshape(batch_size, key.shape[1], num_shared * num_queries, -1)
-    padded = F.pad(attention_mask, (0, -length % 8))  # as in `additive_mask`
-    mask = padded.repeat(1, 1, num_shared, 1)[..., :length]
+    padded = attention_mask.new_empty(len(attention_mask), num_shared, num_queries, length + -length % 8)
+    mask = padded[..., :length].copy_(attention_mask).flatten(1, 2)[:, None]  # rows begin as in `additive_mask`
     output, _ = sdpa(None, query, key, value, mask, **kwargs)  # without a module it repeats nothing
     output = output.unflatten(1, (num_shared, num_queries)).permute(0, 2, 3, 1, 4)
     return output.reshape(batch_size, num_queries, num_heads, -1).contiguous(), None
