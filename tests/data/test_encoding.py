@@ -460,11 +460,16 @@ def test_empty_answers_teach_nothing(tokenizer):
     for content in ("", " \n"):
         with pytest.raises(NothingToLearn, match="its answers are empty"):
             answers({"messages": [user("a"), assistant(content)]})
-    assert answers({"messages": [user("a"), assistant(""), user("b"), assistant("c")]})["input_ids"]
+    row = {"messages": [user("a"), assistant(""), user("b"), assistant("c")]}
+    assert learned(tokenizer, answers(row)) == ["c</s>"]
+    unmarked = byte_tokenizer(UNMARKED["Zephyr"][0])
+    without_markers = RowEncoder(unmarked, "messages", assistant_only_loss=True)
+    assert not without_markers.is_marked and learned(unmarked, without_markers(row)) == ["c</s>\n"]
     takes_calls = RowEncoder(byte_tokenizer(TEMPLATES["qwen3"]), "messages", assistant_only_loss=True)
     assert takes_calls({"messages": [user("a"), assistant("", tool_calls=[CALL])]})["input_ids"]
-    with pytest.raises(NothingToLearn, match="its completion is empty"):
-        RowEncoder(tokenizer, "prompt")({"prompt": "a", "completion": ""})
+    for prompt, completion in (("a", ""), ([user("a")], [assistant("")])):
+        with pytest.raises(NothingToLearn, match="its completion is empty"):
+            RowEncoder(tokenizer, "prompt")({"prompt": prompt, "completion": completion})
 
 
 def test_a_row_teaches_from_its_third_token_on(tokenizer):
@@ -478,12 +483,12 @@ def test_a_row_teaches_from_its_third_token_on(tokenizer):
     assert split_documents(encoded, "train")["input_ids"][:] == [[6, 7, 8]]
 
 
-LOSS_MARKS = ("train", "training", "trainable", "loss_mask", "loss")
+LOSS_MARKS = ("train", "training", "trainable", "train_on_turn", "loss_mask", "loss", "loss_scale")
 
 
 @pytest.mark.parametrize(
     "key, value",
-    [("weight", 0), ("weight", 0.0), *((key, False) for key in LOSS_MARKS)],
+    [("weight", 0), ("weight", 0.0), ("masked", True), *((key, False) for key in LOSS_MARKS)],
 )
 @pytest.mark.parametrize("template", ["marked", "unmarked"])
 def test_turns_that_are_not_to_be_learned(template, key, value):
@@ -491,16 +496,19 @@ def test_turns_that_are_not_to_be_learned(template, key, value):
     encoder = RowEncoder(tokenizer, "messages", assistant_only_loss=True)
     assert encoder.is_marked == (template == "marked")
     first, second = learned(tokenizer, encoder({"messages": PLAIN}))
-    row = {"messages": [PLAIN[0], {**PLAIN[1], key: value}, PLAIN[2], {**PLAIN[3], key: None}]}
-    assert learned(tokenizer, encoder(row)) == [second]
+    for other in (None, not value):
+        row = {"messages": [PLAIN[0], {**PLAIN[1], key: value}, PLAIN[2], {**PLAIN[3], key: other}]}
+        assert learned(tokenizer, encoder(row)) == [second]
     row = {"messages": [{**PLAIN[0], key: value}, PLAIN[1], PLAIN[2], {**PLAIN[3], key: value}]}
     assert learned(tokenizer, encoder(row)) == [first]
     with pytest.raises(RowError, match=f"{key!r}.* all messages are learned. Pass `assistant_only_loss=True`"):
         RowEncoder(tokenizer, "messages")(row)
     pair = {"prompt": row["messages"][:1], "completion": row["messages"][1:2]}
     assert "Yes." in learned(tokenizer, RowEncoder(tokenizer, "prompt")(pair))[0]  # prompts are not learned
-    with pytest.raises(RowError, match=f"a message has 'false' as {key!r}, but must have a number, true or false"):
-        encoder({"messages": [PLAIN[0], {**PLAIN[1], key: "false"}]})
+    for wrong in ("false", [0, 1]):
+        told = re.escape(f"a message has {wrong!r} as {key!r}, but must have a number, true or false")
+        with pytest.raises(RowError, match=told):
+            encoder({"messages": [PLAIN[0], {**PLAIN[1], key: wrong}]})
     none = {"messages": [PLAIN[0], {**PLAIN[1], key: value}]}
     assert not learned(tokenizer, encoder(none))
 
@@ -508,7 +516,7 @@ def test_turns_that_are_not_to_be_learned(template, key, value):
 def test_turns_that_are_not_marked_one_by_one():
     template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     encoder = RowEncoder(byte_tokenizer(template), "messages", assistant_only_loss=True)
-    with pytest.raises(RowError, match="marks 2 of its 1 assistant turns, so those with one of"):
+    with pytest.raises(RowError, match="marks 2 of its 1 assistant turns, so those that are not to be"):
         encoder({"messages": [PLAIN[0], {**PLAIN[1], "weight": 0}]})
 
 

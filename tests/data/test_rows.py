@@ -73,6 +73,20 @@ GOOD = {
         {"conversations": [SHAREGPT[0], {"from": "function_call", "value": json.dumps(CALL["function"])}]},
         "call",
     ),
+    "ms-swift's call": (
+        {"messages": [U, {"role": "tool_call", "content": json.dumps(CALL["function"])}]},
+        "call",
+    ),
+    "ms-swift's calls after a text": (
+        {
+            "messages": [
+                *CHAT,
+                *[{"role": "tool_call", "content": json.dumps(CALL["function"])}] * 2,
+                *[{"role": "tool_response", "content": "r"}] * 2,
+            ]
+        },
+        {"messages": [U, {**A, "tool_calls": [CALL, CALL]}, *[{"role": "tool", "content": "r"}] * 2]},
+    ),
     "OpenAI's older call": (
         {"messages": [U, {"role": "assistant", "content": None, "function_call": CALL_AS_TEXT["function"]}]},
         "call",
@@ -145,6 +159,8 @@ GOOD = {
     "a prompt in a column of its own": ({"messages": CHAT, "prompt": "a"}, {"messages": CHAT}),
     "a completion of messages": ({"prompt": [U], "completion": [A]}, {"messages": CHAT, "num_given": 1}),
     "a completion": ({"prompt": "a", "completion": "b"}, {"text": "a", "completion": "b"}),
+    "a good answer": ({"prompt": "a", "completion": "b", "label": True}, {"text": "a", "completion": "b"}),
+    "a class of a text": ({"text": "a", "label": False}, {"text": "a"}),
     "a prompt written from an input": (
         {"prompt": "a: c", "input": "c", "completion": "b"},
         {"text": "a: c", "completion": "b"},
@@ -285,6 +301,11 @@ BAD = {
         {"messages": [U, {**A, "train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}]},
         "message 1 of 'messages' is to be learned in part",
     ),
+    "a bad answer": (
+        {"prompt": "a", "completion": "b", "label": False},
+        r"its 'label' is false, so its answer is a bad example\. Remove such rows \(dataset.filter\(lambda row: row\['label'\]\)\)",
+    ),
+    "a bad answer in LLaMA-Factory's form": ({"conversations": SHAREGPT, "kto_tag": False}, "its 'kto_tag' is false"),
     "no completion": ({"prompt": "a", "completion": None}, "'completion' is missing or has nothing in it"),
     "half a conversation": ({"prompt": [U], "completion": "b"}, "one of 'prompt' and 'completion' is a text"),
     "a completion of the user": (
@@ -371,6 +392,7 @@ def test_rows_that_are_something_else(name):
 
 def test_rows_to_answer():
     assert read_prompt({"prompt": "a"}).text == "a" and read_prompt({"prompt": [U]}).messages == [U]
+    assert read_prompt({"prompt": "a", "completion": "b", "label": False}).text == "a"  # which gets another answer
     assert read_prompt({"prompt": '[{"city": "Rome"}]'}).text == '[{"city": "Rome"}]'
     for row, told in (
         ({"prompt": json.dumps([U])}, "'prompt' is a text with messages"),
