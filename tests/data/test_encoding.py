@@ -18,7 +18,7 @@ from trl.data_utils import apply_chat_template
 from hf_eagle3.data import RowEncoder, RowError, encode_rows
 from hf_eagle3.data.encoded import split_documents
 from hf_eagle3.data.encoding import has_markers
-from hf_eagle3.data.values import NothingToLearn
+from hf_eagle3.data.values import UnusableRow
 from hf_eagle3.tokenizer import PromptEncoder
 
 
@@ -442,7 +442,7 @@ def test_a_few_conversations_may_have_no_answer(tokenizer, caplog):
     encoder = RowEncoder(tokenizer, "messages", assistant_only_loss=True)
     with caplog.at_level(logging.WARNING):
         assert len(encode_rows(rows, encoder, "train")) == 58  # the template has markers, which a greeting has, too
-    told = "2 of 60 rows of the train data have nothing to learn and are dropped (the first are [57, 58]). Row 57: 'messages' is"
+    told = "2 of 60 rows of the train data cannot be learned from and are dropped (the first are [57, 58]). Row 57: 'messages' is"
     assert told in caplog.text and "Row 58: it has no message with the role 'assistant'" in caplog.text
     with pytest.raises(ValueError, match=r"2 of 5 rows .* cannot be learned from. Row 2: 'messages' is missing"):
         encode_rows(rows.select(range(55, 60)), encoder, "train")
@@ -455,10 +455,28 @@ def test_a_few_conversations_may_have_no_answer(tokenizer, caplog):
     assert len(encode_rows(rows, RowEncoder(tokenizer, "messages"), "train")) == 59
 
 
+def test_a_template_may_refuse_a_few_conversations(caplog):
+    """As one whose roles do not alternate, or whose text beside a tool call the template leaves out."""
+    said, cut = PLAIN[:2], [PLAIN[0], assistant("I look.", tool_calls=[CALL]), *CALLS[2:]]
+    template = "{% if messages | length > 1 and messages[1].role == 'user' %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    tokenizer = byte_tokenizer(template + TEMPLATES["llama3_1"])
+    for assistant_only_loss in (False, True):
+        encoder = RowEncoder(tokenizer, "messages", assistant_only_loss=assistant_only_loss)
+        rows = Dataset.from_list([{"messages": each} for each in [*[said] * 58, cut, [user("a"), user("b")]]])
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert len(encode_rows(rows, encoder, "train")) == 58
+        told = "2 of 60 rows of the train data cannot be learned from and are dropped (the first are [58, 59]). Row 58: the chat"
+        assert told in caplog.text and "it leaves out the text beside a tool call" in caplog.text
+        assert "Row 59: the chat template refuses it: roles must alternate" in caplog.text
+        with pytest.raises(ValueError, match=r"2 of 20 rows .* Fix or remove them. Up to 5% of such rows are dropped"):
+            encode_rows(rows.select(range(40, 60)), encoder, "train")
+
+
 def test_empty_answers_teach_nothing(tokenizer):
     answers = RowEncoder(tokenizer, "messages", assistant_only_loss=True)
     for content in ("", " \n"):
-        with pytest.raises(NothingToLearn, match="its answers are empty"):
+        with pytest.raises(UnusableRow, match="its answers are empty"):
             answers({"messages": [user("a"), assistant(content)]})
     row = {"messages": [user("a"), assistant(""), user("b"), assistant("c")]}
     assert learned(tokenizer, answers(row)) == ["c</s>"]
@@ -468,7 +486,7 @@ def test_empty_answers_teach_nothing(tokenizer):
     takes_calls = RowEncoder(byte_tokenizer(TEMPLATES["qwen3"]), "messages", assistant_only_loss=True)
     assert takes_calls({"messages": [user("a"), assistant("", tool_calls=[CALL])]})["input_ids"]
     for prompt, completion in (("a", ""), ([user("a")], [assistant("")])):
-        with pytest.raises(NothingToLearn, match="its completion is empty"):
+        with pytest.raises(UnusableRow, match="its completion is empty"):
             RowEncoder(tokenizer, "prompt")({"prompt": prompt, "completion": completion})
 
 

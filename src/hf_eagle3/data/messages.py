@@ -5,7 +5,7 @@ from numbers import Real
 from typing import Any
 
 from ..tokenizer import THOUGHTS
-from .values import NothingToLearn, RowError, as_list, from_json, is_something, shown
+from .values import RowError, UnusableRow, as_list, from_json, is_something, shown
 
 
 # ShareGPT's and OpenAI's older names of speakers, and the roles they stand for.
@@ -38,7 +38,7 @@ def read_messages(value: Any, name: str) -> list[dict]:
     dictionary of lists. A tool call that is a message of its own joins the assistant's message before it.
     """
     if not is_something(value):
-        kind = NothingToLearn if name in CONVERSATIONS else RowError
+        kind = UnusableRow if name in CONVERSATIONS else RowError
         raise kind(f"{name!r} is missing or has nothing in it")
     if isinstance(value, str):
         raise RowError(
