@@ -103,7 +103,7 @@ def test_turns_are_found_where_templates_mark_them(name):
 
 
 @pytest.mark.parametrize("name, conversation, lost", [
-    ("qwen3_training", THOUGHTS, 0),  # which keeps thoughts
+    ("qwen3_training", THOUGHTS, 0),  # which keeps reasoning
     ("qwen3", THOUGHTS, 1),  # which drops them from earlier turns
     ("qwen3", PLAIN, 1),  # and adds empty ones to the last
     ("qwen3", PLAIN[:2], 0),
@@ -328,11 +328,11 @@ def test_what_a_template_leaves_out_is_refused(assistant_only_loss):
         ("phi3", {"messages": PLAIN, "tools": [TOOL]}, "the `tools`"),
         ("phi3", {"messages": PLAIN, "tools": []}, None),
         ("qwen3", {"messages": PLAIN[:2], "chat_template_kwargs": {"documents": [RAIN]}}, "the `documents`"),
-        ("phi3", {"messages": THOUGHTS[:2]}, "the assistant's thoughts"),
-        ("phi3", {"messages": THOUGHTS}, "the assistant's thoughts"),
+        ("phi3", {"messages": THOUGHTS[:2]}, "the assistant's reasoning"),
+        ("phi3", {"messages": THOUGHTS}, "the assistant's reasoning"),
         ("qwen3", {"messages": THOUGHTS}, None),  # templates may drop those of earlier turns
-        ("deepseekv3", {"messages": [PLAIN[0], within]}, r"the assistant's thoughts \(what is before </think>\)"),
-        ("deepseekv3", {"messages": [PLAIN[0], within, *PLAIN[2:]]}, r"the assistant's thoughts \(what is before"),
+        ("deepseekv3", {"messages": [PLAIN[0], within]}, r"the assistant's reasoning \(what is before </think>\)"),
+        ("deepseekv3", {"messages": [PLAIN[0], within, *PLAIN[2:]]}, r"the assistant's reasoning \(what is before"),
         ("qwen3", {"messages": [PLAIN[0], within]}, None),
         ("phi3", {"messages": [PLAIN[0], within]}, None),
         ("deepseekv3", {"messages": [PLAIN[0], assistant("<think>\n\n</think>Yes.")]}, None),
@@ -350,13 +350,13 @@ def test_what_a_template_leaves_out_is_refused(assistant_only_loss):
             encoder(row)
 
 
-def test_thoughts_that_a_template_takes_only_in_contents():
+def test_reasoning_that_a_template_takes_only_in_contents():
     """As TRL's version of DeepSeek-R1's. Regeneration has them apart, and the original leaves both out."""
     tokenizer, apart = byte_tokenizer(TEMPLATES["deepseek_r1_distill"]), assistant("Yes.", reasoning_content="It is.")
     within = assistant("<think>\nIt is.\n</think>\n\nYes.")
     encoder = RowEncoder(tokenizer, "messages", assistant_only_loss=True)
     assert encoder({"messages": [PLAIN[0], apart]}) == encoder({"messages": [PLAIN[0], within]})
-    with pytest.raises(RowError, match="it leaves out the assistant's thoughts"):
+    with pytest.raises(RowError, match="it leaves out the assistant's reasoning"):
         RowEncoder(tokenizer, "messages")({"messages": [PLAIN[0], apart]})
     prompt = PromptEncoder(tokenizer)
     turns = [PLAIN[0], apart, PLAIN[2]]  # to be answered

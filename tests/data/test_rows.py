@@ -63,7 +63,7 @@ GOOD = {
     "a call": ({"messages": [U, {"role": "assistant", "content": None, "tool_calls": [CALL]}]}, "call"),
     "a call with arguments as text": ({"messages": [U, {"role": "assistant", "tool_calls": [CALL_AS_TEXT]}]}, "call"),
     "calls as JSON": ({"messages": [U, {"role": "assistant", "tool_calls": json.dumps([CALL_AS_TEXT])}]}, "call"),
-    "no calls and no thoughts": (
+    "no calls and no reasoning": (
         {"messages": [{**U, "tool_calls": []}, {**A, "tool_calls": "[]", "thinking": ""}]},
         {"messages": CHAT},
     ),

@@ -102,7 +102,7 @@ def report_lost(rows: Sequence[int], num_rows: int, name: str) -> None:
     message = (
         f"In {len(rows)} of {num_rows} rows of the {name} data (the first are {list(rows[:3])}) assistant turns cannot be found. The "
         "chat template has no generation markers, and renders a turn differently when the conversation goes on or the "
-        "target is asked for it (for example, without the thoughts of earlier turns)."
+        "target is asked for it (for example, without the reasoning of earlier turns)."
     )
     if len(rows) > MAX_LOST_SHARE * num_rows:
         raise ValueError(

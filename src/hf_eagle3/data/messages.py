@@ -4,7 +4,7 @@ import json
 from numbers import Real
 from typing import Any
 
-from ..tokenizer import THOUGHTS
+from ..tokenizer import REASONING
 from .values import RowError, UnusableRow, as_list, from_json, is_something, shown
 
 
@@ -24,7 +24,7 @@ IMAGE_KEYS = ("image", "image_url", "url", "path")
 CALLS = ("tool_calls", "function_call")
 # An assistant's message without content may have one of these. Empty ones are dropped, because some templates only test whether the
 # key exists.
-WITHOUT_CONTENT = {"tool_calls", *THOUGHTS}
+WITHOUT_CONTENT = {"tool_calls", *REASONING}
 # Keys that are 0 or false in messages that are not to be learned: those of OpenAI, axolotl, verl, ms-swift and others.
 WEIGHTS = ("weight", "train", "training", "trainable", "train_on_turn", "loss_mask", "loss", "loss_scale")
 MASKED = "masked"  # torchtune's key, which is true in messages that are not to be learned

@@ -252,9 +252,9 @@ def message_of(choice: dict) -> dict:
 
 
 def as_sent(message: dict) -> dict:
-    """Returns a message as servers read it: arguments of tool calls are JSON, and thoughts have both names that servers use."""
-    thoughts = message.get("reasoning_content")
-    return with_arguments_as_text(message if thoughts is None else {**message, "reasoning": thoughts})
+    """Returns a message as servers read it: arguments of tool calls are JSON, and reasoning has both names that servers use."""
+    reasoning = message.get("reasoning_content")
+    return with_arguments_as_text(message if reasoning is None else {**message, "reasoning": reasoning})
 
 
 def with_image_urls(messages: Iterable[dict], images: Iterable[Any]) -> list[dict]:
