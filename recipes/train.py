@@ -50,6 +50,7 @@ from datasets import (
     load_from_disk,
 )
 from datasets.exceptions import DatasetGenerationError
+from huggingface_hub import is_offline_mode
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.trainer_utils import get_last_checkpoint
@@ -66,6 +67,7 @@ from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArgumen
 from hf_eagle3.checkpoints import load_ends, target_class
 from hf_eagle3.data import read_json_lines, shows_images
 from hf_eagle3.data.answers import features_of
+from hf_eagle3.data.messages import CONVERSATIONS
 from hf_eagle3.data.nulls import with_json
 from hf_eagle3.data.rows import check_utf8
 from hf_eagle3.environment import command_line, errors_in_one_line, folder_or_hub_id, place_of_draft
@@ -210,7 +212,7 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
             # A stream would fail in the middle of training, at the first row with other columns.
             loaded = load(features_of_lines() if streaming and suffix != ".json" else None)
             features = next(iter(loaded.values())).features if lines else None
-            for file in lines:
+            for file in lines if PartialState().is_local_main_process else ():
                 check_utf8(file)
             if features is not None and (with_nulls := with_json(features)) != features:
                 return load(with_nulls)
@@ -370,6 +372,19 @@ def train(trainer: Eagle3Trainer) -> None:
     trainer.accelerator.print(f"Pushed the draft to {trainer.hub_model_id}.")
 
 
+def tasks_to_measure(trainer: Eagle3Trainer, dataset_name: str | None) -> list[str]:
+    """
+    Returns what to measure a draft on: the prompts that local data holds out, or the papers' tasks. Empty for what `benchmark.py`
+    measures on by default, source code: if the target takes no chats, or the Hub is offline.
+    """
+    held_out = None if dataset_name is None else Path(dataset_name, "test.jsonl")
+    if held_out is not None and held_out.is_file():
+        _, first = next(read_json_lines(held_out), (1, {}))
+        if first.keys() & {"prompt", *CONVERSATIONS}:
+            return [str(held_out)]
+    return [] if trainer.processing_class.chat_template is None or is_offline_mode() else ["paper"]
+
+
 def next_steps(trainer: Eagle3Trainer, target: str, script_args: TrainScriptArguments, is_adapter: bool) -> str:
     """Returns the commands that merge, use, measure and push what was trained."""
     base = script_args.draft_name_or_path
@@ -386,15 +401,15 @@ def next_steps(trainer: Eagle3Trainer, target: str, script_args: TrainScriptArgu
         )
         draft = str(folder)
     measure = ["python", "recipes/benchmark.py", "--target", target, "--draft", draft, "--json", "results.jsonl"]
-    if trainer.processing_class.chat_template is not None:  # by default it measures on source code
-        measure += ["--tasks", "paper"]
+    tasks = tasks_to_measure(trainer, script_args.dataset_name)
+    measure += ["--tasks", *tasks] if tasks else []
     if trainer.args.chat_template_path is not None:
         measure += ["--chat_template_path", trainer.args.chat_template_path]
     return (
         f"Saved the {saved} to {output_dir}. " + (merge or "To use it:\n\n") + "    draft = "
         f"AutoModel.from_pretrained({draft!r}, trust_remote_code=True)\n"
         "    target.generate(**inputs, assistant_model=draft)\n\n"
-        f"To measure it:\n\n    {command_line(measure)}\n\n"
+        f"To measure it{'' if tasks else ' on source code (`--tasks FILE` takes your own prompts)'}:\n\n    {command_line(measure)}\n\n"
         "To push it, with a card that has what was measured:\n\n"
         f"    {command_line(['python', 'recipes/push.py', str(folder), '--benchmark', 'results.jsonl'])}"
     )
