@@ -1112,6 +1112,7 @@ def test_a_target_in_bfloat16_on_a_processor_without_it(tmp_path, monkeypatch, t
         ("optim_target_modules", "all-linear", "has no effect"),
         ("gradient_checkpointing", True, "is not supported"),
         ("activation_offloading", True, "moves .* where they are already"),
+        ("fp16", True, "has no effect on a CPU"),
     ],
 )
 def test_arguments_that_are_refused(tmp_path, name, value, reason):

@@ -281,6 +281,10 @@ class Eagle3TrainingArguments(SFTConfig):
         for name, default in unused.items():
             if getattr(self, name) != default:
                 raise ValueError(f"`{name}` has no effect on training-time test. Leave it out.")
+        if self.fp16 and self.device.type == "cpu":  # accelerate would train in float32 in silence
+            raise ValueError(
+                "`fp16=True` has no effect on a CPU. Leave it out, with `use_cpu=True` to train there, or run where torch sees a GPU."
+            )
         if self.activation_offloading and self.use_cpu:
             raise ValueError(
                 "`activation_offloading` moves activations from a GPU to the CPU, where they are already. Leave it out."
