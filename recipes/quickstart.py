@@ -42,6 +42,7 @@ from trl import DatasetMixtureConfig, SFTConfig, SFTTrainer
 from hf_eagle3 import Eagle3TrainingArguments
 from hf_eagle3.checkpoints import target_class
 from hf_eagle3.environment import (
+    ScriptParser,
     command_line,
     folder_or_hub_id,
     positive_integer,
@@ -223,7 +224,7 @@ def check_arguments(file: Path, now: dict) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(description=__doc__)
     parser.add_argument(
         "--target", type=folder_or_hub_id, help="Folder or Hub id of a target. By default a small one is trained"
     )
