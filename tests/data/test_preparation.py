@@ -110,6 +110,20 @@ def test_conversations_with_their_first_prompt_in_a_column_of_its_own(tokenizer,
         make_trainer(tokenizer, {"prompt": ["abc"]}, tmp_path)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_conversations_in_a_column_of_the_singular(tokenizer, tmp_path, stream):
+    """As in WildChat. A text may have the same name, and a function of the caller reads the names that the data has."""
+    rows = Dataset.from_dict({"conversation": chat()["messages"], "language": ["English"] * 4})
+    trainer = make_trainer(tokenizer, rows, tmp_path, assistant_only_loss=True, stream=stream)
+    assert len(list(trainer.train_dataset)) == 4
+    trainer_class = partial(Eagle3Trainer, formatting_func=lambda row: row["conversation"][1]["content"])
+    trainer = make_trainer(tokenizer, rows, tmp_path, stream=stream, trainer_class=trainer_class)
+    assert len(list(trainer.train_dataset)) == 4
+    rows = {"conversation": ["A: abc. B: def."] * 4}
+    trainer = make_trainer(tokenizer, rows, tmp_path, stream=stream, dataset_text_field="conversation")
+    assert len(list(trainer.train_dataset)) == 4
+
+
 def test_prompts_are_not_learned(tokenizer, tmp_path):
     trainer = make_trainer(tokenizer, {"prompt": ["abc", "de"], "completion": ["fgh", "ij"]}, tmp_path)
     assert {learned(trainer, index)[0] for index in range(2)} == {"fgh</s>", "ij</s>"}

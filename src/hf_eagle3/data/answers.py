@@ -101,7 +101,7 @@ class Output:
 
     def write(self, row: int, content: dict) -> None:
         """Writes a finished row. Leaves it out if UTF-8 cannot hold it, or if it was cut and such rows are dropped."""
-        line = json.dumps({"row": row, **content}, ensure_ascii=False) + "\n"
+        line = json.dumps({"row": row, **content}, ensure_ascii=False, default=str) + "\n"  # messages may have dates
         try:
             line.encode()
         except UnicodeEncodeError as error:  # an answer may end within a pair of surrogates

@@ -6,6 +6,7 @@ import logging
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeGuard
 
 import aiohttp
@@ -65,6 +66,7 @@ async def regenerate_by_server(
         headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
         timeout=aiohttp.ClientTimeout(total=timeout),
         connector=aiohttp.TCPConnector(limit=concurrency),
+        json_serialize=partial(json.dumps, default=str),  # messages may have dates
     ) as session:
         await asyncio.gather(*(client.work(session) for _ in range(concurrency)))
     client.check_server(is_end=True)
