@@ -67,7 +67,7 @@ def load_tokenizer(name: str | Path, **kwargs: Any) -> PreTrainedTokenizerBase:
         for path in held:
             check_is_fetched(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
+        tokenizer = load_with_template(AutoTokenizer, name, **kwargs)
     except json.JSONDecodeError as error:
         raise ValueError(
             f"A file of the tokenizer of {name} is not valid JSON: {error}. Download it again."
@@ -75,6 +75,21 @@ def load_tokenizer(name: str | Path, **kwargs: Any) -> PreTrainedTokenizerBase:
     if tokenizer.chat_template is None:
         tokenizer.chat_template = _processor_template(name, **kwargs)
     return tokenizer
+
+
+def load_with_template(auto_class: Any, name: str | Path, **kwargs: Any) -> Any:
+    """
+    Returns a tokenizer or processor of transformers. Where mistral-common is installed (by vLLM, for example), auto classes prefer its
+    tokenizers for some targets.
+    """
+    loaded = auto_class.from_pretrained(name, **kwargs)
+    return auto_class.from_pretrained(name, mistral_format=False, **kwargs) if takes_no_template(loaded) else loaded
+
+
+def takes_no_template(processing_class: Any) -> bool:
+    """Whether a tokenizer, or that of a processor, is of mistral-common, which takes no chat template."""
+    tokenizers = processing_class, getattr(processing_class, "tokenizer", None)
+    return any(type(tokenizer).__name__ == "MistralCommonBackend" for tokenizer in tokenizers)
 
 
 def _processor_template(name: str | Path, **kwargs: Any) -> str | None:

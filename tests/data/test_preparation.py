@@ -470,6 +470,21 @@ def test_files_of_tokenizers(tokenizer, tmp_path, monkeypatch):
     assert read_template(tmp_path / "a.jinja") == "abc"
 
 
+def test_tokenizers_of_mistral_common(tokenizer, tmp_path, monkeypatch):
+    """`AutoTokenizer` prefers them where the package is installed, as beside vLLM. They render without a template."""
+    other = type("MistralCommonBackend", (type(tokenizer),), {})(tokenizer_object=tokenizer.backend_tokenizer)
+    make_target("llama").config.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+
+    def from_pretrained(name, mistral_format=None):
+        return other if mistral_format is None else tokenizer
+
+    monkeypatch.setattr("hf_eagle3.tokenizer.AutoTokenizer.from_pretrained", from_pretrained)
+    assert load_tokenizer(tmp_path) is tokenizer
+    with pytest.raises(ValueError, match="is a tokenizer of mistral-common, which takes no chat template. Pass"):
+        make_trainer(other, chat(), tmp_path / "draft")
+
+
 def test_a_padding_token_that_the_target_does_not_have(tokenizer, tmp_path):
     """`add_special_tokens` is often called without `resize_token_embeddings`."""
     target, tokenizer = make_target("llama"), copy.deepcopy(tokenizer)
