@@ -1120,6 +1120,22 @@ def test_arguments_that_are_refused(tmp_path, name, value, reason):
         Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False, **{name: value})
 
 
+def test_trackers_that_are_not_there(tmp_path, monkeypatch):
+    """Fail before the work, not after all rows are tokenized."""
+    monkeypatch.setattr("hf_eagle3.training.arguments.get_available_reporting_integrations", lambda: ["wandb"])
+    settings = {"use_cpu": True, "bf16": False}
+    assert Eagle3TrainingArguments(str(tmp_path), report_to=["wandb"], **settings).report_to == ["wandb"]
+    for report_to, told in (
+        (
+            ["wandb", "tensorboard"],
+            r"has \['tensorboard'\], which are not installed. Install .*pip install tensorboard",
+        ),
+        ("wanbd", "wanbd is not supported, only .*wandb"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            Eagle3TrainingArguments(str(tmp_path), report_to=report_to, **settings)
+
+
 def test_arguments_that_are_taken(tmp_path):
     Eagle3Parser([Eagle3TrainingArguments])  # takes `None` out of the types of fields
     arguments = {"max_length": None, "optim": "adafactor", "use_muon": False}

@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
+from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
 from trl import SFTConfig
 
 from ..making import FORMS
@@ -260,6 +261,13 @@ class Eagle3TrainingArguments(SFTConfig):
         if self.eval_packing and not (self.packing or self.padding_free):
             raise ValueError(
                 "`eval_packing=True` needs `packing=True`: other batches are padded, and the documents of a row would read each other."
+            )
+        get_reporting_integration_callbacks(self.report_to)  # raises an error for an unknown name
+        # `Trainer` would say so after all rows are tokenized. The last three are not among those that transformers looks for everywhere.
+        known = {*get_available_reporting_integrations(), "azure_ml", "flyte", "kubeflow"}
+        if missing := [name for name in self.report_to or () if name not in known]:
+            raise ValueError(
+                f"`report_to` has {missing}, which are not installed. Install them (pip install {' '.join(missing)}), or leave them out."
             )
         if self.draft_form not in FORMS:
             raise ValueError(f"`draft_form` must be one of {list(FORMS)}, got {self.draft_form!r}.")
