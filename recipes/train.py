@@ -78,6 +78,7 @@ from hf_eagle3.training.record import non_defaults
 
 
 FILE_FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
+COMPRESSED = (".bz2", ".gz", ".lz4", ".xz", ".zst")  # `load_dataset` reads these
 
 
 @dataclass
@@ -181,7 +182,7 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
         if script_args.dataset_streaming:
             splits = {each: rows.to_iterable_dataset() for each, rows in splits.items()}
         return DatasetDict(splits)
-    suffix = Path(name.removesuffix(".gz")).suffix
+    suffix = Path(Path(name).stem if name.endswith(COMPRESSED) else name).suffix
     if suffix in FILE_FORMATS and not Path(name).is_file():
         raise FileNotFoundError(f"There is no file {name} (`--dataset_name`).")
     written = sorted(Path(name).glob("rows-*.jsonl"))  # by `recipes/regenerate.py`

@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import lzma
 import os
 import random
 import re
@@ -319,6 +320,7 @@ def test_files(files, tmp_path, run_recipe):
         ),
         ("latin.txt", b"\xe9t\xe9\n", "latin.txt cannot be read: .*utf-8"),
         ("texts.jsonl.gz", gzip.compress(texts.encode()), None),
+        ("texts.jsonl.xz", lzma.compress(texts.encode()), None),
         ("texts.csv", b'text,id\n"what is, up",1\n' * 20, None),
     ):
         (tmp_path / file).write_bytes(content)
