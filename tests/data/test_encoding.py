@@ -439,6 +439,7 @@ def test_a_few_conversations_may_have_no_answer(tokenizer, caplog):
     """As in ShareGPT. A stream leaves them out, too."""
     said, asked = [user("a"), assistant("b")], [user("a")]
     rows = Dataset.from_list([{"messages": each} for each in [said] * 57 + [[], asked, [assistant("hello")]]])
+    refused = [user("a"), {"role": "assistant", "content": None, "refusal": "No."}]  # as in logs of OpenAI's
     encoder = RowEncoder(tokenizer, "messages", assistant_only_loss=True)
     with caplog.at_level(logging.WARNING):
         assert len(encode_rows(rows, encoder, "train")) == 58  # the template has markers, which a greeting has, too
@@ -453,6 +454,8 @@ def test_a_few_conversations_may_have_no_answer(tokenizer, caplog):
     with pytest.raises(ValueError, match=r"2 of 60 rows .* cannot be learned from. .* Row 59: message 0 of"):
         encode_rows(wrong, encoder, "train")
     assert len(encode_rows(rows, RowEncoder(tokenizer, "messages"), "train")) == 59
+    logged = Dataset.from_list([{"messages": each} for each in [said] * 59 + [refused]])
+    assert len(encode_rows(logged, encoder, "train")) == 59
 
 
 def test_a_template_may_refuse_a_few_conversations(caplog):

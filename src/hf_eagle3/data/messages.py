@@ -112,7 +112,8 @@ def read_message(message: Any, where: str) -> dict:
     if not contents and role == "assistant" and others.keys() & WITHOUT_CONTENT:
         contents = [""]
     if not contents:
-        raise RowError(f"{where} has no content: {shown(message)}")
+        kind = UnusableRow if role == "assistant" else RowError  # some have no answer
+        raise kind(f"{where} has no content: {shown(message)}")
     return {"role": role, "content": _read_content(contents[0], where), **others}
 
 
