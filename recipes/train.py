@@ -68,7 +68,7 @@ from hf_eagle3.checkpoints import load_ends, target_class
 from hf_eagle3.data import read_json_lines, shows_images
 from hf_eagle3.data.answers import features_of
 from hf_eagle3.data.messages import CONVERSATIONS
-from hf_eagle3.data.nulls import with_json
+from hf_eagle3.data.nulls import aligned, with_json
 from hf_eagle3.data.rows import check_utf8
 from hf_eagle3.environment import command_line, errors_in_one_line, folder_or_hub_id, place_of_draft
 from hf_eagle3.training import FeatureStore
@@ -163,7 +163,7 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
                 "`test_split_size` cannot split streams, whose rows are not counted. Leave out `streaming` (`--dataset_streaming`), or "
                 "`test_split_size` and the evaluation (`--eval_strategy no`)."
             )
-        dataset = get_dataset(replace(mixture, test_split_size=None))
+        dataset = load_mixture(replace(mixture, test_split_size=None))
         if mixture.test_split_size is None:
             return dataset
         # TRL splits without a seed. Processes, and a run that goes on after an interruption, must agree about the rows.
@@ -227,6 +227,27 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
             raise
         cause = error.__cause__ or error
         raise ValueError(f"{name} cannot be read: {cause}. Correct the file (`--dataset_name`).") from error
+
+
+def load_mixture(mixture: DatasetMixtureConfig) -> DatasetDict:
+    """
+    Returns the rows of a mixture. TRL does not concatenate conversations whose messages have other keys, as if only some data sets have
+    tool calls.
+    """
+    try:
+        return get_dataset(mixture)
+    except ValueError:
+        if mixture.streaming:
+            raise
+        shares = [each.fraction for each in mixture.datasets]
+        alone = [replace(mixture, datasets=[replace(each, fraction=None)]) for each in mixture.datasets]
+        parts = aligned([get_dataset(each)["train"] for each in alone])
+        if parts is None or len({share is None for share in shares}) > 1:
+            raise
+        if None not in shares:
+            num_rows = min(len(part) / share for part, share in zip(parts, shares) if share)
+            parts = [part.select(range(round(share * num_rows))) for part, share in zip(parts, shares)]
+        return DatasetDict(train=concatenate_datasets(parts))
 
 
 def rows_of(dataset: DatasetDict, split: str) -> Dataset | IterableDataset:

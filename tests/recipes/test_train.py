@@ -435,6 +435,30 @@ def test_a_mixture(files, tmp_path, run_recipe):
     assert "dataset_name" not in record["arguments"]
 
 
+def test_a_mixture_of_messages_with_other_keys(tmp_path):
+    """As if only one of the data sets has tool calls."""
+    script, call = load_script("recipes/train.py"), {"function": {"name": "f", "arguments": {"city": "Ulm"}}}
+    plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    calls = [plain[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    tools = [{"name": "f", "parameters": {"city": {"type": "string"}}}]
+    for name, row in {"plain": {"messages": plain}, "calls": {"messages": calls, "tools": tools}}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join([json.dumps(row) + "\n"] * 4))
+    data = [{"path": "json", "data_files": str(tmp_path / f"{name}.jsonl")} for name in ("plain", "calls")]
+
+    def mixed(data):
+        mixture = DatasetMixtureConfig(datasets=[*data])
+        rows = script.load_data(script.TrainScriptArguments(dataset_name=None), mixture)["train"]
+        return [read_row(row, "messages", rows.features) for row in rows]
+
+    rows = mixed(data)
+    assert [row.messages for row in rows] == [plain] * 4 + [calls] * 4
+    assert [row.template_kwargs for row in rows] == [{}] * 4 + [{"tools": tools}] * 4
+    rows = mixed([{**each, "fraction": fraction} for each, fraction in zip(data, (1, 3))])
+    assert [row.messages for row in rows] == [plain] + [calls] * 4
+    with pytest.raises(ValueError, match="`fraction` must be set for either all"):
+        mixed([{**data[0], "fraction": 1}, data[1]])
+
+
 def test_a_mixture_is_split_the_same_way_every_time(files):
     script = load_script("recipes/train.py")
     mixture = {"datasets": [{"path": "json", "data_files": str(files / "chats" / "train.jsonl"), "split": "train"}]}
