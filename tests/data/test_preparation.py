@@ -270,6 +270,29 @@ def test_long_rows_are_reported(tokenizer, tmp_path, caplog, packing, fate):
     assert kept == (92 if fate == "split off" else 71)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_pieces_of_long_prompts_are_not_packed(tokenizer, tmp_path, caplog, stream):
+    """Nothing would read them, and steps on them alone have no loss."""
+    rows = {"prompt": ["a" * 45, "b" * 5, "c" * 95], "completion": ["d" * 20, "e" * 6, "f" * 9]}
+    packing = {"packing": True, "packing_strategy": "bfd_split", "max_length": 30}
+    with caplog.at_level(logging.WARNING, logger="hf_eagle3"):
+        trainer = make_trainer(tokenizer, rows, tmp_path, stream=stream, **packing)
+    packed = [tokenizer.decode(row["input_ids"]) for row in trainer.train_dataset]
+    pieces = ["a" * 15 + "d" * 15, "d" * 5 + "</s>", "b" * 5 + "e" * 6 + "</s>", "c" * 5 + "f" * 9 + "</s>"]
+    assert sorted("".join(packed)) == sorted("".join(pieces))
+    told = "4 of 8 pieces of the train data have nothing to learn and are dropped"
+    assert (told in caplog.text) == (not stream)
+    with pytest.raises(ValueError, match="2 of 2 pieces of the train data have nothing to learn"):
+        make_trainer(
+            tokenizer,
+            {"input_ids": [[5, 6, 7, 8]], "labels": [[-100, -100, -100, 8]]},
+            tmp_path,
+            packing=True,
+            packing_strategy="bfd_split",
+            max_length=3,
+        )
+
+
 def test_dropped_rows_are_reported(tokenizer, tmp_path, caplog):
     rows = {"prompt": ["a" * 10, "b" * 50], "completion": ["c", "d"]}
     with caplog.at_level(logging.WARNING, logger="hf_eagle3"):

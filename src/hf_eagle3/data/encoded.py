@@ -8,6 +8,7 @@ from datasets import Dataset, Features, IterableDataset, List, Value, concatenat
 from trl.data_utils import get_dataset_column_names
 from trl.trainer.utils import global_then_local_main_first
 
+from .checks import row_lengths
 from .encoding import RowEncoder
 from .images import ImageReader, storable
 from .prompts import documents_of_row
@@ -197,6 +198,38 @@ def documents_of_rows(rows: dict[str, list]) -> dict[str, list]:
     documents = [document for row in packed for document in documents_of_row(row)]
     taught = list(filter(teaches, documents))
     return {column: [document[column] for document in taught] for column in ("input_ids", "labels")}
+
+
+def taught_pieces(dataset: Dataset | IterableDataset, max_length: int, name: str) -> Dataset | IterableDataset:
+    """
+    Returns the pieces of at most `max_length` tokens of encoded rows, without those that have nothing to learn, such as parts of a long
+    prompt. They are packed as documents of their own, so no other piece reads them.
+    """
+    kwargs = {
+        "batched": True,
+        "fn_kwargs": {"max_length": max_length},
+        "remove_columns": get_dataset_column_names(dataset),
+    }
+    if isinstance(dataset, IterableDataset):
+        return dataset.map(pieces_of_rows, **kwargs)
+    with global_then_local_main_first():  # the other processes read their cache
+        pieces = dataset.map(pieces_of_rows, **kwargs, desc=f"Splitting {name} dataset")
+    num_pieces = int((-(-row_lengths(dataset) // max_length)).sum())
+    message = (
+        f"{num_pieces - len(pieces)} of {num_pieces} pieces of the {name} data have nothing to learn and are dropped"
+    )
+    if len(pieces) == 0:
+        raise ValueError(f"{message}. Raise `max_length={max_length}`.")
+    if len(pieces) < num_pieces:
+        logger.warning(f"{message} (`packing_strategy='bfd_split'` splits rows at `max_length={max_length}`).")
+    return pieces
+
+
+def pieces_of_rows(rows: dict[str, list], max_length: int) -> dict[str, list]:
+    """Returns the pieces of a batch of encoded rows that have something to learn."""
+    ends = [[*range(max_length, len(tokens), max_length), len(tokens)] for tokens in rows["input_ids"]]
+    lengths = [[end - (place * max_length) for place, end in enumerate(each)] for each in ends]
+    return documents_of_rows({**rows, "seq_lengths": lengths})
 
 
 def taught_within(dataset: Dataset | IterableDataset, max_length: int) -> Dataset | IterableDataset:
