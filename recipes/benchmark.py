@@ -27,7 +27,6 @@ The draft runs the installed code, or with `--code saved` the code that was save
 `--profile` times the parts of a step. On an accelerator each part ends with a sync, so a step takes longer than usual.
 """
 
-import argparse
 import hashlib
 import json
 import sys
@@ -45,6 +44,7 @@ from hf_eagle3.checkpoints.target import load_on_device
 from hf_eagle3.data import ImageReader, num_positions
 from hf_eagle3.environment import (
     DTYPES,
+    ScriptParser,
     add_place_of_draft,
     add_quantization,
     environment,
@@ -84,7 +84,7 @@ NOT_MEASURED = ("json", "plots", "markdown", "compare", "profile", "trust_remote
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(description=__doc__)
     parser.add_argument("--target", type=folder_or_hub_id, help="Target: a folder or a Hub id")
     parser.add_argument("--draft", type=folder_or_hub_id, help="Draft: a folder or a Hub id")
     add_place_of_draft(parser)

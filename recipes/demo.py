@@ -10,7 +10,6 @@ Opens a page that compares the same prompt without and with a draft, and shows w
 `GRADIO_SERVER_PORT` set the page's address.
 """
 
-import argparse
 import copy
 import threading
 import time
@@ -33,6 +32,7 @@ from hf_eagle3.checkpoints.target import load_on_device
 from hf_eagle3.drawing import NUM_DEPTHS, color, decode, describe_origin, describe_step, tree_svg
 from hf_eagle3.environment import (
     DTYPES,
+    ScriptParser,
     add_place_of_draft,
     folder_or_hub_id,
     is_path,
@@ -463,7 +463,7 @@ def push_space(
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(description=__doc__)
     parser.add_argument("--target", type=folder_or_hub_id, required=True, help="Folder or Hub id")
     parser.add_argument("--draft", type=folder_or_hub_id, required=True, help="Folder or Hub id")
     add_place_of_draft(parser)

@@ -10,7 +10,6 @@ are the same.
 Only tasks that generate text become faster, not multiple choice.
 """
 
-import argparse
 import json
 import time
 from contextlib import nullcontext
@@ -22,6 +21,7 @@ from hf_eagle3 import assist
 from hf_eagle3.checkpoints.target import load_on_device
 from hf_eagle3.environment import (
     DTYPES,
+    ScriptParser,
     add_place_of_draft,
     add_quantization,
     environment,
@@ -57,7 +57,7 @@ def evaluate(target, tokenizer, context, args, limit: int | None) -> tuple[dict,
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(description=__doc__)
     parser.add_argument("--target", type=folder_or_hub_id, required=True, help="Folder or Hub id")
     parser.add_argument("--draft", type=folder_or_hub_id, required=True, help="Folder or Hub id")
     add_place_of_draft(parser)

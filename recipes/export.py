@@ -19,7 +19,6 @@ named after the format, or by `--revision`:
         --push_to me/Qwen3-8B-speculator.eagle3
 """
 
-import argparse
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from huggingface_hub import HfApi
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints import WRITABLE, export, load_ends
 from hf_eagle3.checkpoints.files import check_new_folder, check_repo, operations, verifier_without_path
-from hf_eagle3.environment import add_place_of_draft, folder_or_hub_id, place_of_draft, run_script
+from hf_eagle3.environment import ScriptParser, add_place_of_draft, folder_or_hub_id, place_of_draft, run_script
 
 
 # A new branch begins with the files of the main branch, where a draft is of another format. These are its files.
@@ -45,7 +44,7 @@ REPLACED = (
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(description=__doc__)
     parser.add_argument("draft", type=folder_or_hub_id, help="Folder or Hub id, in any format that can be read")
     add_place_of_draft(parser)
     parser.add_argument("--to", required=True, choices=[*WRITABLE, "speculators"], help="Format to write")

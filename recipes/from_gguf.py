@@ -9,18 +9,17 @@ Converts a GGUF file to a folder in transformers' format: weights in bfloat16, c
 The weights are dequantized. They differ from the original's as much as the file's do.
 """
 
-import argparse
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from hf_eagle3.checkpoints.files import check_new_folder
-from hf_eagle3.environment import run_script
+from hf_eagle3.environment import ScriptParser, run_script
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(description=__doc__)
     parser.add_argument("file", type=Path, help="The GGUF file")
     parser.add_argument("output_dir", help="A new folder")
     args = parser.parse_args()

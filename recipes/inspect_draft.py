@@ -15,14 +15,13 @@ EAGLE-3 draft, a block draft, or another draft of `hf_eagle3.baselines`.
 `static`, no confidence threshold), with a tick at each accepted token.
 """
 
-import argparse
-
 import torch
 
 from hf_eagle3.checkpoints import describe_engines, load_ends
 from hf_eagle3.checkpoints.target import load_on_device
 from hf_eagle3.drawing import describe_step, tree_text
 from hf_eagle3.environment import (
+    ScriptParser,
     add_place_of_draft,
     folder_or_hub_id,
     is_path,
@@ -177,7 +176,7 @@ def print_trees(draft, name: str, prompt: str, num_steps: int) -> None:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(description=__doc__)
     parser.add_argument("draft", type=folder_or_hub_id, help="Folder or Hub id")
     add_place_of_draft(parser)
     parser.add_argument(

@@ -11,12 +11,12 @@ Renders the cards of all targets in `model_cards/pairings.yaml`, or pushes them 
 that there are no weights yet. A card that was edited by hand is left alone.
 """
 
-import argparse
 from pathlib import Path
 
 import yaml
 from huggingface_hub import HfApi, ModelCard
 
+from hf_eagle3.environment import ScriptParser, run_script
 from hf_eagle3.hub import card_of_records, card_on_hub, refresh_card, render_card, repo_name
 
 
@@ -107,7 +107,7 @@ def push(owner: str, create: bool, title: str, overwrite_card: bool) -> None:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(description=__doc__)
     parser.add_argument("--push_to", metavar="OWNER", help="User or organization whose cards are refreshed on the Hub")
     parser.add_argument("--create", action="store_true", help="Also make repos for recipes that have none")
     parser.add_argument("--title", default="EAGLE-3 drafts", help="Title of the collection")
@@ -122,4 +122,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -10,16 +10,14 @@ Pushes a draft to the Hub in one commit: weights, configuration, the code that s
 After an interruption run it again: uploaded weights are not sent twice. `--dry_run` writes to a folder what would be pushed.
 """
 
-import argparse
-
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.environment import add_place_of_draft, folder_or_hub_id, place_of_draft, run_script
+from hf_eagle3.environment import ScriptParser, add_place_of_draft, folder_or_hub_id, place_of_draft, run_script
 from hf_eagle3.evaluation import BenchmarkResults
 from hf_eagle3.hub import check_license, push_draft, repo_name, write_draft
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(description=__doc__)
     parser.add_argument("draft", type=folder_or_hub_id, help="Folder or Hub id, in any format that can be read")
     add_place_of_draft(parser)
     parser.add_argument("--repo_id", help="By default <you>/<target>-speculator.eagle3")

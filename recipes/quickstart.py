@@ -41,7 +41,9 @@ from trl import DatasetMixtureConfig, SFTConfig, SFTTrainer
 
 from hf_eagle3 import Eagle3TrainingArguments
 from hf_eagle3.checkpoints import target_class
+from hf_eagle3.data.messages import read_messages
 from hf_eagle3.environment import (
+    ScriptParser,
     command_line,
     folder_or_hub_id,
     positive_integer,
@@ -88,6 +90,8 @@ def local_or_hub_dataset(name: str, split: str = "train") -> tuple[Dataset, list
             f"{name} has {len(dataset)} rows with {column}; {NUM_PROMPTS} are held out as prompts, so it needs more."
         )
     held_out = dataset.select(range(num_train, len(dataset)))[column]
+    if column == "messages":
+        held_out = [read_messages(conversation, column) for conversation in held_out]
     return dataset.select(range(num_train)).select_columns(column), held_out
 
 
@@ -223,7 +227,7 @@ def check_arguments(file: Path, now: dict) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(description=__doc__)
     parser.add_argument(
         "--target", type=folder_or_hub_id, help="Folder or Hub id of a target. By default a small one is trained"
     )

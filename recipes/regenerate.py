@@ -43,13 +43,14 @@ from trl import DatasetMixtureConfig
 
 from hf_eagle3.data import ImageReader, check_chat_template, plain_rows, shows_images
 from hf_eagle3.data.answers import Output, push_dataset
-from hf_eagle3.data.regeneration import beginnings, has_texts, regenerate_locally
+from hf_eagle3.data.messages import CONVERSATIONS
+from hf_eagle3.data.regeneration import beginnings, has_texts, learners_of, regenerate_locally
 from hf_eagle3.data.rows import read_template_kwargs
 from hf_eagle3.data.server import regenerate_by_server
 from hf_eagle3.data.values import RowError
 from hf_eagle3.environment import place_of_draft, run_script, warn_of_slow_bfloat16
 from hf_eagle3.evaluation.drafts import load_draft
-from hf_eagle3.tokenizer import read_template
+from hf_eagle3.tokenizer import load_tokenizer, read_template
 from hf_eagle3.training.arguments import check_integers, check_shares
 from hf_eagle3.training.models import load_processing_class
 from hf_eagle3.training.parser import Eagle3Parser
@@ -126,8 +127,8 @@ class RegenerationArguments:
 
 def prompts_to_answer(script_args, args, target_config, mixture):
     """
-    Returns the data set of prompts, the tokenizer or processor (`None` with a server), and whether the prompts are pieces
-    of texts.
+    Returns the data set of prompts, the tokenizer or processor (`None` if there is a server, and the tokenizer is not found), and
+    whether the prompts are pieces of texts.
     """
     dataset = rows_of(load_data(script_args, mixture), script_args.dataset_train_split)
     dataset = plain_rows(dataset, script_args.dataset_train_split)
@@ -136,30 +137,37 @@ def prompts_to_answer(script_args, args, target_config, mixture):
         raise ValueError(
             "Rows with a `text` and images cannot be cut into prompts. Pass `messages`, or a `prompt` for each image."
         )
+    name = target_config.model_name_or_path
+    kwargs = {"revision": target_config.model_revision, "trust_remote_code": args.trust_remote_code}
     if args.base_url is not None:
         if is_continued:
             raise ValueError(
                 "A server answers messages, but this data has texts. Leave `--base_url` out, so that the target continues them."
             )
-        return dataset, None, False
-    name, revision = target_config.model_name_or_path, target_config.model_revision
-    processing_class = load_processing_class(
-        name, shows_images(dataset), revision=revision, trust_remote_code=args.trust_remote_code
-    )
+        try:
+            return dataset, load_tokenizer(name, **kwargs), False
+        except Exception as error:  # of many types. The server needs none
+            logger.info(
+                f"Answers are not checked against the chat template, because the tokenizer is not found: {error}"
+            )
+            return dataset, None, False
+    processing_class = load_processing_class(name, shows_images(dataset), **kwargs)
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     tokenizer.chat_template = tokenizer.chat_template or processing_class.chat_template
     if args.chat_template_path is not None:
         tokenizer.chat_template = read_template(args.chat_template_path)
     first = next(iter(dataset), {})
-    if any(isinstance(first.get(name), list) for name in ("messages", "conversations", "prompt")):
+    if any(first.get(name) for name in CONVERSATIONS) or isinstance(first.get("prompt"), list):
         check_chat_template(tokenizer)
     if is_continued:
         dataset = beginnings(dataset, tokenizer, args.prompt_tokens, args.max_new_tokens)
     return dataset, processing_class, is_continued
 
 
-def ask_server(args, model, pending, output, sampling) -> int:
+def ask_server(args, model, tokenizer, pending, output, sampling) -> int:
     """Answers with the server. Returns how many rows failed."""
+    if tokenizer is not None and tokenizer.chat_template is not None:
+        output.learners = learners_of(tokenizer)
     sampling = {**sampling, "max_tokens": sampling["max_new_tokens"]}
     del sampling["max_new_tokens"]
     model = args.served_model_name or model
@@ -248,7 +256,8 @@ def main():
     pending = output.pending(dataset, state.process_index, state.num_processes, template_kwargs)
     try:
         if args.base_url is not None:
-            num_failed = ask_server(args, target_config.model_name_or_path, pending, output, sampling)
+            model = target_config.model_name_or_path
+            num_failed = ask_server(args, model, processing_class, pending, output, sampling)
         else:
             num_failed = ask_target(
                 script_args, args, target_config, state.device, processing_class, pending, output, sampling

@@ -12,7 +12,6 @@ It answers one request at a time. For many at once use an engine with continuous
 same draft.
 """
 
-import argparse
 import time
 
 from transformers.cli.serve import Serve
@@ -21,6 +20,7 @@ from transformers.utils.logging import log_levels
 from hf_eagle3 import assist
 from hf_eagle3.environment import (
     DTYPES,
+    ScriptParser,
     add_place_of_draft,
     add_quantization,
     folder_or_hub_id,
@@ -31,7 +31,7 @@ from hf_eagle3.evaluation.drafts import load_draft
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(description=__doc__)
     parser.add_argument(
         "--target", type=folder_or_hub_id, required=True, help="Folder or Hub id. Requests use it as the model's name"
     )

@@ -50,6 +50,7 @@ from datasets import (
     load_from_disk,
 )
 from datasets.exceptions import DatasetGenerationError
+from huggingface_hub import is_offline_mode
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.trainer_utils import get_last_checkpoint
@@ -66,7 +67,8 @@ from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArgumen
 from hf_eagle3.checkpoints import load_ends, target_class
 from hf_eagle3.data import read_json_lines, shows_images
 from hf_eagle3.data.answers import features_of
-from hf_eagle3.data.nulls import with_json
+from hf_eagle3.data.messages import CONVERSATIONS
+from hf_eagle3.data.nulls import aligned, with_json
 from hf_eagle3.data.rows import check_utf8
 from hf_eagle3.environment import command_line, errors_in_one_line, folder_or_hub_id, place_of_draft
 from hf_eagle3.training import FeatureStore
@@ -76,6 +78,7 @@ from hf_eagle3.training.record import non_defaults
 
 
 FILE_FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
+COMPRESSED = (".bz2", ".gz", ".lz4", ".xz", ".zst")  # `load_dataset` reads these
 
 
 @dataclass
@@ -160,7 +163,7 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
                 "`test_split_size` cannot split streams, whose rows are not counted. Leave out `streaming` (`--dataset_streaming`), or "
                 "`test_split_size` and the evaluation (`--eval_strategy no`)."
             )
-        dataset = get_dataset(replace(mixture, test_split_size=None))
+        dataset = load_mixture(replace(mixture, test_split_size=None))
         if mixture.test_split_size is None:
             return dataset
         # TRL splits without a seed. Processes, and a run that goes on after an interruption, must agree about the rows.
@@ -179,7 +182,7 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
         if script_args.dataset_streaming:
             splits = {each: rows.to_iterable_dataset() for each, rows in splits.items()}
         return DatasetDict(splits)
-    suffix = Path(name.removesuffix(".gz")).suffix
+    suffix = Path(Path(name).stem if name.endswith(COMPRESSED) else name).suffix
     if suffix in FILE_FORMATS and not Path(name).is_file():
         raise FileNotFoundError(f"There is no file {name} (`--dataset_name`).")
     written = sorted(Path(name).glob("rows-*.jsonl"))  # by `recipes/regenerate.py`
@@ -210,7 +213,7 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
             # A stream would fail in the middle of training, at the first row with other columns.
             loaded = load(features_of_lines() if streaming and suffix != ".json" else None)
             features = next(iter(loaded.values())).features if lines else None
-            for file in lines:
+            for file in lines if PartialState().is_local_main_process else ():
                 check_utf8(file)
             if features is not None and (with_nulls := with_json(features)) != features:
                 return load(with_nulls)
@@ -224,6 +227,27 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
             raise
         cause = error.__cause__ or error
         raise ValueError(f"{name} cannot be read: {cause}. Correct the file (`--dataset_name`).") from error
+
+
+def load_mixture(mixture: DatasetMixtureConfig) -> DatasetDict:
+    """
+    Returns the rows of a mixture. TRL does not concatenate conversations whose messages have other keys, as if only some data sets have
+    tool calls.
+    """
+    try:
+        return get_dataset(mixture)
+    except ValueError:
+        if mixture.streaming:
+            raise
+        shares = [each.fraction for each in mixture.datasets]
+        alone = [replace(mixture, datasets=[replace(each, fraction=None)]) for each in mixture.datasets]
+        parts = aligned([get_dataset(each)["train"] for each in alone])
+        if parts is None or len({share is None for share in shares}) > 1:
+            raise
+        if None not in shares:
+            num_rows = min(len(part) / share for part, share in zip(parts, shares) if share)
+            parts = [part.select(range(round(share * num_rows))) for part, share in zip(parts, shares)]
+        return DatasetDict(train=concatenate_datasets(parts))
 
 
 def rows_of(dataset: DatasetDict, split: str) -> Dataset | IterableDataset:
@@ -370,6 +394,19 @@ def train(trainer: Eagle3Trainer) -> None:
     trainer.accelerator.print(f"Pushed the draft to {trainer.hub_model_id}.")
 
 
+def tasks_to_measure(trainer: Eagle3Trainer, dataset_name: str | None) -> list[str]:
+    """
+    Returns what to measure a draft on: the prompts that local data holds out, or the papers' tasks. Empty for what `benchmark.py`
+    measures on by default, source code: if the target takes no chats, or the Hub is offline.
+    """
+    held_out = None if dataset_name is None else Path(dataset_name, "test.jsonl")
+    if held_out is not None and held_out.is_file():
+        _, first = next(read_json_lines(held_out), (1, {}))
+        if first.keys() & {"prompt", *CONVERSATIONS}:
+            return [str(held_out)]
+    return [] if trainer.processing_class.chat_template is None or is_offline_mode() else ["paper"]
+
+
 def next_steps(trainer: Eagle3Trainer, target: str, script_args: TrainScriptArguments, is_adapter: bool) -> str:
     """Returns the commands that merge, use, measure and push what was trained."""
     base = script_args.draft_name_or_path
@@ -386,15 +423,15 @@ def next_steps(trainer: Eagle3Trainer, target: str, script_args: TrainScriptArgu
         )
         draft = str(folder)
     measure = ["python", "recipes/benchmark.py", "--target", target, "--draft", draft, "--json", "results.jsonl"]
-    if trainer.processing_class.chat_template is not None:  # by default it measures on source code
-        measure += ["--tasks", "paper"]
+    tasks = tasks_to_measure(trainer, script_args.dataset_name)
+    measure += ["--tasks", *tasks] if tasks else []
     if trainer.args.chat_template_path is not None:
         measure += ["--chat_template_path", trainer.args.chat_template_path]
     return (
         f"Saved the {saved} to {output_dir}. " + (merge or "To use it:\n\n") + "    draft = "
         f"AutoModel.from_pretrained({draft!r}, trust_remote_code=True)\n"
         "    target.generate(**inputs, assistant_model=draft)\n\n"
-        f"To measure it:\n\n    {command_line(measure)}\n\n"
+        f"To measure it{'' if tasks else ' on source code (`--tasks FILE` takes your own prompts)'}:\n\n    {command_line(measure)}\n\n"
         "To push it, with a card that has what was measured:\n\n"
         f"    {command_line(['python', 'recipes/push.py', str(folder), '--benchmark', 'results.jsonl'])}"
     )

@@ -13,7 +13,6 @@ may be a Hub id, a folder of JSON Lines files, or a file (JSON, Parquet, text), 
 A record of the draft's training (`training.json`) is copied for the new draft's card, without the results of its evaluation.
 """
 
-import argparse
 from pathlib import Path
 
 from train import TrainScriptArguments, load_data, rows_of
@@ -31,7 +30,7 @@ from hf_eagle3.data import (
     most_frequent_tokens,
     plain_rows,
 )
-from hf_eagle3.environment import folder_or_hub_id, run_script
+from hf_eagle3.environment import ScriptParser, folder_or_hub_id, run_script
 from hf_eagle3.hub.push import records_of, write_records
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
 from hf_eagle3.tokenizer import load_tokenizer
@@ -48,7 +47,7 @@ def write_record(record: dict, folder: Path, draft: Eagle3ForSpeculation, size: 
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(description=__doc__)
     parser.add_argument("draft", type=folder_or_hub_id, help="Folder or Hub id")
     parser.add_argument("--dataset_name", required=True, help="Texts or conversations to count tokens in")
     parser.add_argument("--dataset_train_split", default="train", help="The split to read, or a part: train[:1000]")

@@ -1,3 +1,4 @@
+import argparse
 import io
 import runpy
 import subprocess
@@ -10,7 +11,7 @@ from conftest import EXPERIMENTS, RECIPES, make_baseline, make_target
 from huggingface_hub.errors import HTTPError, StrictDataclassError
 
 from hf_eagle3.checkpoints.target import load_on_device
-from hf_eagle3.environment import command_line, is_path, run_script, without_paths
+from hf_eagle3.environment import ScriptParser, command_line, is_path, run_script, without_paths
 
 
 def test_paths_are_not_published(tmp_path):
@@ -60,6 +61,27 @@ def test_a_server_that_cannot_be_reached_is_named():
         run_script(main)
 
 
+@pytest.mark.parametrize("script, arguments, told", [
+    ("inspect_draft.py", ("me/draft", "--promt=a"), "--promt (did you mean --prompt?)"),
+    ("demo.py", ("--targt", "me/target"), "--targt (did you mean --target?)"),  # although --target is required
+    ("benchmark.py", ("--batch-sise", 4, "--xyzzy"), "--batch-sise (did you mean --batch_size?), --xyzzy"),
+])  # fmt: skip
+def test_misspelled_flags(run_recipe, script, arguments, told):
+    result = run_recipe(script, *arguments)
+    assert result.returncode == 2 and result.stderr.endswith(f"{script}: error: unknown arguments: {told}\n")
+
+
+def test_flags_with_hyphens():
+    """As transformers' scripts take them."""
+    parser = ScriptParser("What it does.")
+    parser.add_argument("texts", nargs="*")
+    parser.add_argument("--batch_size", type=int)
+    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction)
+    for arguments in (["--batch-size", "4"], ["--batch-size=4"], ["--batch_size=4"], ["--batch-si", "4"]):
+        args = parser.parse_args([*arguments, "--no-bf16", "--", "--batch-size", "--other"])
+        assert (args.batch_size, args.bf16, args.texts) == (4, False, ["--batch-size", "--other"])
+
+
 def test_a_level_that_does_not_exist(run_recipe):
     result = run_recipe("serve.py", "--target", "me/target", "--draft", "me/draft", "--log_level", "loud")
     assert result.returncode == 2 and "invalid choice: 'loud'" in result.stderr
@@ -87,9 +109,11 @@ def test_recipes_say_what_to_install(recipe, monkeypatch):
 def test_the_home_folder(tmp_path, monkeypatch):
     """A shell expands it only where it begins an argument."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("sys.argv", ["script.py", "~/draft", "--target=~/model", "--prompt", "is ~/a"])
+    given = ["script.py", "~/draft", "--target=~/model", "--output-dir=~/out", "--prompt", "is ~/a"]
+    monkeypatch.setattr("sys.argv", given)
     run_script(lambda: None)
-    assert sys.argv == ["script.py", f"{tmp_path}/draft", f"--target={tmp_path}/model", "--prompt", "is ~/a"]
+    paths = [f"{tmp_path}/draft", f"--target={tmp_path}/model", f"--output-dir={tmp_path}/out"]
+    assert sys.argv == ["script.py", *paths, "--prompt", "is ~/a"]
 
 
 def test_scripts_print_any_character(monkeypatch):

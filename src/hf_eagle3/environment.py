@@ -1,6 +1,7 @@
 """Versions and machine of a run, names that are safe to publish, what differs between runs, and errors of scripts."""
 
 import argparse
+import difflib
 import io
 import os
 import platform
@@ -8,7 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PureWindowsPath
 from typing import Any, TypeGuard
@@ -104,6 +105,38 @@ def positive_integer(text: str) -> int:
     return number
 
 
+def unknown_flags(given: Iterable[str], options: Collection[str]) -> list[str]:
+    """Returns the flags that are neither options nor the beginning of one, which argparse accepts, each with a similar option."""
+    unknown = [flag for flag in given if not any(option.startswith(flag) for option in options)]
+    meant = {flag: difflib.get_close_matches(flag, options, n=1) for flag in unknown}
+    return [flag + "".join(f" (did you mean {option}?)" for option in meant[flag]) for flag in unknown]
+
+
+class ScriptParser(argparse.ArgumentParser):
+    """
+    The command line of a script. For an unknown flag it suggests a similar one. `--batch-size` is `--batch_size`, as in transformers'
+    scripts.
+
+    Args:
+        description (`str`, *optional*): The script's docstring, which the help shows as it is.
+    """
+
+    def __init__(self, description: str | None = None):
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, args = self._option_string_actions, list(sys.argv[1:] if args is None else args)
+        end = args.index("--") if "--" in args else len(args)
+        flags = {place: arg.partition("=")[0] for place, arg in enumerate(args[:end]) if arg.startswith("--")}
+        for place, flag in flags.items():
+            name = f"--{flag[2:].replace('-', '_')}"
+            if flag not in options and any(option.startswith(name) for option in options):
+                flags[place], args[place] = name, name + args[place][len(flag) :]
+        if unknown := unknown_flags(flags.values(), options):
+            self.error(f"unknown arguments: {', '.join(unknown)}")
+        return super().parse_known_args(args, namespace)
+
+
 def add_quantization(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of TRL's scripts that quantize the target. At most one may be given. It is the argument `bits`."""
     group = parser.add_mutually_exclusive_group()
@@ -167,7 +200,7 @@ def in_home(value: Any) -> Any:
 
     def expanded(leaf: Any) -> Any:
         is_text = isinstance(leaf, str)
-        return re.sub(r"^(--\w+=)?~/", lambda found: f"{found[1] or ''}{Path.home()}/", leaf) if is_text else leaf
+        return re.sub(r"^(--[\w-]+=)?~/", lambda found: f"{found[1] or ''}{Path.home()}/", leaf) if is_text else leaf
 
     return on_leaves(expanded, value)
 

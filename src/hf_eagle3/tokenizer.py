@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 # Keys of what an assistant thinks before it answers.
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+REASONING = ("reasoning_content", "reasoning", "thinking")
 # Arguments of chat templates that bring texts of their own.
 CONTEXT = {"documents", "tools"}
 # Older processors store their chat template here, where `AutoTokenizer` does not read it.
@@ -67,7 +67,7 @@ def load_tokenizer(name: str | Path, **kwargs: Any) -> PreTrainedTokenizerBase:
         for path in held:
             check_is_fetched(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
+        tokenizer = load_with_template(AutoTokenizer, name, **kwargs)
     except json.JSONDecodeError as error:
         raise ValueError(
             f"A file of the tokenizer of {name} is not valid JSON: {error}. Download it again."
@@ -75,6 +75,21 @@ def load_tokenizer(name: str | Path, **kwargs: Any) -> PreTrainedTokenizerBase:
     if tokenizer.chat_template is None:
         tokenizer.chat_template = _processor_template(name, **kwargs)
     return tokenizer
+
+
+def load_with_template(auto_class: Any, name: str | Path, **kwargs: Any) -> Any:
+    """
+    Returns a tokenizer or processor of transformers. Where mistral-common is installed (by vLLM, for example), auto classes prefer its
+    tokenizers for some targets.
+    """
+    loaded = auto_class.from_pretrained(name, **kwargs)
+    return auto_class.from_pretrained(name, mistral_format=False, **kwargs) if takes_no_template(loaded) else loaded
+
+
+def takes_no_template(processing_class: Any) -> bool:
+    """Whether a tokenizer, or that of a processor, is of mistral-common, which takes no chat template."""
+    tokenizers = processing_class, getattr(processing_class, "tokenizer", None)
+    return any(type(tokenizer).__name__ == "MistralCommonBackend" for tokenizer in tokenizers)
 
 
 def _processor_template(name: str | Path, **kwargs: Any) -> str | None:
@@ -157,14 +172,14 @@ def parts_of(message: dict) -> Iterator[tuple[str, Any, list[list[dict]]]]:
             yield "the text beside a tool call", content, [[{**message, "content": ""}]]
     if len(calls) > 1 and not has_call(content, calls[1]):  # gpt-oss's template leaves it out
         yield "tool calls after a message's first", None, [[{**message, "tool_calls": calls[:1]}]]
-    if thoughts := next((message[name] for name in THOUGHTS if isinstance(message.get(name), str)), None):
-        without = {name: value for name, value in message.items() if name not in THOUGHTS}
-        yield "the assistant's thoughts", thoughts, [[without]]
+    if reasoning := next((message[name] for name in REASONING if isinstance(message.get(name), str)), None):
+        without = {name: value for name, value in message.items() if name not in REASONING}
+        yield "the assistant's reasoning", reasoning, [[without]]
     within, mark, answer = content.partition("</think>") if isinstance(content, str) else ("", "", "")
     if mark and (within := within.replace("<think>", "").strip()):  # DeepSeek-R1's template leaves it out
         # Some templates also drop the lines between reasoning and answer (Qwen3, LFM2.5).
         instead = [[{**message, "content": each}] for each in (answer, answer.lstrip())]
-        yield "the assistant's thoughts (what is before </think>)", within, instead
+        yield "the assistant's reasoning (what is before </think>)", within, instead
 
 
 class PromptEncoder:
@@ -181,12 +196,12 @@ class PromptEncoder:
         starts = range(len(with_special) - len(plain) + 1)
         start = next((start for start in starts if with_special[start : start + len(plain)] == plain), 0)
         self.special_tokens = with_special[:start]
-        self.takes_parts = self.takes_text_arguments = self.takes_thoughts_in_content = False
+        self.takes_parts = self.takes_text_arguments = self.takes_reasoning_in_content = False
         self.takes_parts = self.has_template and self._drops_texts()
         self.takes_text_arguments = (
             self.has_template and self._takes_call('{"a": 1}') and not self._takes_call({"a": 1})
         )
-        self.takes_thoughts_in_content = self.has_template and self._takes_thoughts_in_content()
+        self.takes_reasoning_in_content = self.has_template and self._takes_reasoning_in_content()
         # What the template was asked to write, and whether it writes that only in the last turn.
         self.written: dict[tuple[str | bool, ...], bool] = {}
 
@@ -214,15 +229,15 @@ class PromptEncoder:
             return False
         return True
 
-    def _takes_thoughts_in_content(self) -> bool:
-        """Whether the target's answers begin with thoughts that the template takes only in contents (DeepSeek-R1 in TRL's version)."""
+    def _takes_reasoning_in_content(self) -> bool:
+        """Whether the target's answers begin with reasoning that the template takes only in contents (DeepSeek-R1 in TRL's version)."""
         question, probe = {"role": "user", "content": "a"}, "3.14159"
         answer = {"role": "assistant", "content": "b", "reasoning_content": probe}
         try:
             is_opened = self.render([question], add_generation_prompt=True).rstrip().endswith("<think>")
             return is_opened and (
                 probe not in self.render([question, answer])
-                and probe in self.render([question, with_thoughts_in_content(answer)])
+                and probe in self.render([question, with_reasoning_in_content(answer)])
             )
         except Exception:  # the template refuses the probe
             return False
@@ -293,8 +308,8 @@ class PromptEncoder:
         """Returns messages in the form that the chat template expects."""
         if self.takes_text_arguments:
             messages = [with_arguments_as_text(message) for message in messages]
-        if self.takes_thoughts_in_content:
-            messages = [with_thoughts_in_content(message) for message in messages]
+        if self.takes_reasoning_in_content:
+            messages = [with_reasoning_in_content(message) for message in messages]
         if self.takes_parts if with_parts is None else with_parts:
             return [with_text_part(message) for message in messages]
         return messages
@@ -332,13 +347,13 @@ def with_arguments_as_text(message: dict) -> dict:
     return {**message, "tool_calls": calls}
 
 
-def with_thoughts_in_content(message: dict) -> dict:
-    """Returns a message with its thoughts before its text, as models write them."""
-    thoughts = next((message[name] for name in THOUGHTS if message.get(name)), None)
-    if thoughts is None or not isinstance(message["content"], str):
+def with_reasoning_in_content(message: dict) -> dict:
+    """Returns a message with its reasoning before its text, as models write them."""
+    reasoning = next((message[name] for name in REASONING if message.get(name)), None)
+    if reasoning is None or not isinstance(message["content"], str):
         return message
-    others = {name: value for name, value in message.items() if name not in THOUGHTS}
-    return {**others, "content": f"<think>\n{thoughts}\n</think>\n\n{message['content']}"}
+    others = {name: value for name, value in message.items() if name not in REASONING}
+    return {**others, "content": f"<think>\n{reasoning}\n</think>\n\n{message['content']}"}
 
 
 def with_text_part(message: dict) -> dict:

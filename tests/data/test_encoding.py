@@ -18,7 +18,7 @@ from trl.data_utils import apply_chat_template
 from hf_eagle3.data import RowEncoder, RowError, encode_rows
 from hf_eagle3.data.encoded import split_documents
 from hf_eagle3.data.encoding import has_markers
-from hf_eagle3.data.values import NothingToLearn
+from hf_eagle3.data.values import UnusableRow
 from hf_eagle3.tokenizer import PromptEncoder
 
 
@@ -103,7 +103,7 @@ def test_turns_are_found_where_templates_mark_them(name):
 
 
 @pytest.mark.parametrize("name, conversation, lost", [
-    ("qwen3_training", THOUGHTS, 0),  # which keeps thoughts
+    ("qwen3_training", THOUGHTS, 0),  # which keeps reasoning
     ("qwen3", THOUGHTS, 1),  # which drops them from earlier turns
     ("qwen3", PLAIN, 1),  # and adds empty ones to the last
     ("qwen3", PLAIN[:2], 0),
@@ -328,11 +328,11 @@ def test_what_a_template_leaves_out_is_refused(assistant_only_loss):
         ("phi3", {"messages": PLAIN, "tools": [TOOL]}, "the `tools`"),
         ("phi3", {"messages": PLAIN, "tools": []}, None),
         ("qwen3", {"messages": PLAIN[:2], "chat_template_kwargs": {"documents": [RAIN]}}, "the `documents`"),
-        ("phi3", {"messages": THOUGHTS[:2]}, "the assistant's thoughts"),
-        ("phi3", {"messages": THOUGHTS}, "the assistant's thoughts"),
+        ("phi3", {"messages": THOUGHTS[:2]}, "the assistant's reasoning"),
+        ("phi3", {"messages": THOUGHTS}, "the assistant's reasoning"),
         ("qwen3", {"messages": THOUGHTS}, None),  # templates may drop those of earlier turns
-        ("deepseekv3", {"messages": [PLAIN[0], within]}, r"the assistant's thoughts \(what is before </think>\)"),
-        ("deepseekv3", {"messages": [PLAIN[0], within, *PLAIN[2:]]}, r"the assistant's thoughts \(what is before"),
+        ("deepseekv3", {"messages": [PLAIN[0], within]}, r"the assistant's reasoning \(what is before </think>\)"),
+        ("deepseekv3", {"messages": [PLAIN[0], within, *PLAIN[2:]]}, r"the assistant's reasoning \(what is before"),
         ("qwen3", {"messages": [PLAIN[0], within]}, None),
         ("phi3", {"messages": [PLAIN[0], within]}, None),
         ("deepseekv3", {"messages": [PLAIN[0], assistant("<think>\n\n</think>Yes.")]}, None),
@@ -350,13 +350,13 @@ def test_what_a_template_leaves_out_is_refused(assistant_only_loss):
             encoder(row)
 
 
-def test_thoughts_that_a_template_takes_only_in_contents():
+def test_reasoning_that_a_template_takes_only_in_contents():
     """As TRL's version of DeepSeek-R1's. Regeneration has them apart, and the original leaves both out."""
     tokenizer, apart = byte_tokenizer(TEMPLATES["deepseek_r1_distill"]), assistant("Yes.", reasoning_content="It is.")
     within = assistant("<think>\nIt is.\n</think>\n\nYes.")
     encoder = RowEncoder(tokenizer, "messages", assistant_only_loss=True)
     assert encoder({"messages": [PLAIN[0], apart]}) == encoder({"messages": [PLAIN[0], within]})
-    with pytest.raises(RowError, match="it leaves out the assistant's thoughts"):
+    with pytest.raises(RowError, match="it leaves out the assistant's reasoning"):
         RowEncoder(tokenizer, "messages")({"messages": [PLAIN[0], apart]})
     prompt = PromptEncoder(tokenizer)
     turns = [PLAIN[0], apart, PLAIN[2]]  # to be answered
@@ -439,10 +439,11 @@ def test_a_few_conversations_may_have_no_answer(tokenizer, caplog):
     """As in ShareGPT. A stream leaves them out, too."""
     said, asked = [user("a"), assistant("b")], [user("a")]
     rows = Dataset.from_list([{"messages": each} for each in [said] * 57 + [[], asked, [assistant("hello")]]])
+    refused = [user("a"), {"role": "assistant", "content": None, "refusal": "No."}]  # as in logs of OpenAI's
     encoder = RowEncoder(tokenizer, "messages", assistant_only_loss=True)
     with caplog.at_level(logging.WARNING):
         assert len(encode_rows(rows, encoder, "train")) == 58  # the template has markers, which a greeting has, too
-    told = "2 of 60 rows of the train data have nothing to learn and are dropped (the first are [57, 58]). Row 57: 'messages' is"
+    told = "2 of 60 rows of the train data cannot be learned from and are dropped (the first are [57, 58]). Row 57: 'messages' is"
     assert told in caplog.text and "Row 58: it has no message with the role 'assistant'" in caplog.text
     with pytest.raises(ValueError, match=r"2 of 5 rows .* cannot be learned from. Row 2: 'messages' is missing"):
         encode_rows(rows.select(range(55, 60)), encoder, "train")
@@ -453,18 +454,43 @@ def test_a_few_conversations_may_have_no_answer(tokenizer, caplog):
     with pytest.raises(ValueError, match=r"2 of 60 rows .* cannot be learned from. .* Row 59: message 0 of"):
         encode_rows(wrong, encoder, "train")
     assert len(encode_rows(rows, RowEncoder(tokenizer, "messages"), "train")) == 59
+    logged = Dataset.from_list([{"messages": each} for each in [said] * 59 + [refused]])
+    assert len(encode_rows(logged, encoder, "train")) == 59
+
+
+def test_a_template_may_refuse_a_few_conversations(caplog):
+    """As one whose roles do not alternate, or whose text beside a tool call the template leaves out."""
+    said, cut = PLAIN[:2], [PLAIN[0], assistant("I look.", tool_calls=[CALL]), *CALLS[2:]]
+    template = "{% if messages | length > 1 and messages[1].role == 'user' %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    tokenizer = byte_tokenizer(template + TEMPLATES["llama3_1"])
+    for assistant_only_loss in (False, True):
+        encoder = RowEncoder(tokenizer, "messages", assistant_only_loss=assistant_only_loss)
+        rows = Dataset.from_list([{"messages": each} for each in [*[said] * 58, cut, [user("a"), user("b")]]])
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert len(encode_rows(rows, encoder, "train")) == 58
+        told = "2 of 60 rows of the train data cannot be learned from and are dropped (the first are [58, 59]). Row 58: the chat"
+        assert told in caplog.text and "it leaves out the text beside a tool call" in caplog.text
+        assert "Row 59: the chat template refuses it: roles must alternate" in caplog.text
+        with pytest.raises(ValueError, match=r"2 of 20 rows .* Fix or remove them. Up to 5% of such rows are dropped"):
+            encode_rows(rows.select(range(40, 60)), encoder, "train")
 
 
 def test_empty_answers_teach_nothing(tokenizer):
     answers = RowEncoder(tokenizer, "messages", assistant_only_loss=True)
     for content in ("", " \n"):
-        with pytest.raises(NothingToLearn, match="its answers are empty"):
+        with pytest.raises(UnusableRow, match="its answers are empty"):
             answers({"messages": [user("a"), assistant(content)]})
-    assert answers({"messages": [user("a"), assistant(""), user("b"), assistant("c")]})["input_ids"]
+    row = {"messages": [user("a"), assistant(""), user("b"), assistant("c")]}
+    assert learned(tokenizer, answers(row)) == ["c</s>"]
+    unmarked = byte_tokenizer(UNMARKED["Zephyr"][0])
+    without_markers = RowEncoder(unmarked, "messages", assistant_only_loss=True)
+    assert not without_markers.is_marked and learned(unmarked, without_markers(row)) == ["c</s>\n"]
     takes_calls = RowEncoder(byte_tokenizer(TEMPLATES["qwen3"]), "messages", assistant_only_loss=True)
     assert takes_calls({"messages": [user("a"), assistant("", tool_calls=[CALL])]})["input_ids"]
-    with pytest.raises(NothingToLearn, match="its completion is empty"):
-        RowEncoder(tokenizer, "prompt")({"prompt": "a", "completion": ""})
+    for prompt, completion in (("a", ""), ([user("a")], [assistant("")])):
+        with pytest.raises(UnusableRow, match="its completion is empty"):
+            RowEncoder(tokenizer, "prompt")({"prompt": prompt, "completion": completion})
 
 
 def test_a_row_teaches_from_its_third_token_on(tokenizer):
@@ -478,12 +504,12 @@ def test_a_row_teaches_from_its_third_token_on(tokenizer):
     assert split_documents(encoded, "train")["input_ids"][:] == [[6, 7, 8]]
 
 
-LOSS_MARKS = ("train", "training", "trainable", "loss_mask", "loss")
+LOSS_MARKS = ("train", "training", "trainable", "train_on_turn", "loss_mask", "loss", "loss_scale")
 
 
 @pytest.mark.parametrize(
     "key, value",
-    [("weight", 0), ("weight", 0.0), *((key, False) for key in LOSS_MARKS)],
+    [("weight", 0), ("weight", 0.0), ("masked", True), *((key, False) for key in LOSS_MARKS)],
 )
 @pytest.mark.parametrize("template", ["marked", "unmarked"])
 def test_turns_that_are_not_to_be_learned(template, key, value):
@@ -491,16 +517,19 @@ def test_turns_that_are_not_to_be_learned(template, key, value):
     encoder = RowEncoder(tokenizer, "messages", assistant_only_loss=True)
     assert encoder.is_marked == (template == "marked")
     first, second = learned(tokenizer, encoder({"messages": PLAIN}))
-    row = {"messages": [PLAIN[0], {**PLAIN[1], key: value}, PLAIN[2], {**PLAIN[3], key: None}]}
-    assert learned(tokenizer, encoder(row)) == [second]
+    for other in (None, not value):
+        row = {"messages": [PLAIN[0], {**PLAIN[1], key: value}, PLAIN[2], {**PLAIN[3], key: other}]}
+        assert learned(tokenizer, encoder(row)) == [second]
     row = {"messages": [{**PLAIN[0], key: value}, PLAIN[1], PLAIN[2], {**PLAIN[3], key: value}]}
     assert learned(tokenizer, encoder(row)) == [first]
     with pytest.raises(RowError, match=f"{key!r}.* all messages are learned. Pass `assistant_only_loss=True`"):
         RowEncoder(tokenizer, "messages")(row)
     pair = {"prompt": row["messages"][:1], "completion": row["messages"][1:2]}
     assert "Yes." in learned(tokenizer, RowEncoder(tokenizer, "prompt")(pair))[0]  # prompts are not learned
-    with pytest.raises(RowError, match=f"a message has 'false' as {key!r}, but must have a number, true or false"):
-        encoder({"messages": [PLAIN[0], {**PLAIN[1], key: "false"}]})
+    for wrong in ("false", [0, 1]):
+        told = re.escape(f"a message has {wrong!r} as {key!r}, but must have a number, true or false")
+        with pytest.raises(RowError, match=told):
+            encoder({"messages": [PLAIN[0], {**PLAIN[1], key: wrong}]})
     none = {"messages": [PLAIN[0], {**PLAIN[1], key: value}]}
     assert not learned(tokenizer, encoder(none))
 
@@ -508,7 +537,7 @@ def test_turns_that_are_not_to_be_learned(template, key, value):
 def test_turns_that_are_not_marked_one_by_one():
     template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     encoder = RowEncoder(byte_tokenizer(template), "messages", assistant_only_loss=True)
-    with pytest.raises(RowError, match="marks 2 of its 1 assistant turns, so those with one of"):
+    with pytest.raises(RowError, match="marks 2 of its 1 assistant turns, so those that are not to be"):
         encoder({"messages": [PLAIN[0], {**PLAIN[1], "weight": 0}]})
 
 

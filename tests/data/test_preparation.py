@@ -110,6 +110,20 @@ def test_conversations_with_their_first_prompt_in_a_column_of_its_own(tokenizer,
         make_trainer(tokenizer, {"prompt": ["abc"]}, tmp_path)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_conversations_in_a_column_of_the_singular(tokenizer, tmp_path, stream):
+    """As in WildChat. A text may have the same name, and a function of the caller reads the names that the data has."""
+    rows = Dataset.from_dict({"conversation": chat()["messages"], "language": ["English"] * 4})
+    trainer = make_trainer(tokenizer, rows, tmp_path, assistant_only_loss=True, stream=stream)
+    assert len(list(trainer.train_dataset)) == 4
+    trainer_class = partial(Eagle3Trainer, formatting_func=lambda row: row["conversation"][1]["content"])
+    trainer = make_trainer(tokenizer, rows, tmp_path, stream=stream, trainer_class=trainer_class)
+    assert len(list(trainer.train_dataset)) == 4
+    rows = {"conversation": ["A: abc. B: def."] * 4}
+    trainer = make_trainer(tokenizer, rows, tmp_path, stream=stream, dataset_text_field="conversation")
+    assert len(list(trainer.train_dataset)) == 4
+
+
 def test_prompts_are_not_learned(tokenizer, tmp_path):
     trainer = make_trainer(tokenizer, {"prompt": ["abc", "de"], "completion": ["fgh", "ij"]}, tmp_path)
     assert {learned(trainer, index)[0] for index in range(2)} == {"fgh</s>", "ij</s>"}
@@ -254,6 +268,29 @@ def test_long_rows_are_reported(tokenizer, tmp_path, caplog, packing, fate):
     )
     kept = sum(len(row) for row in trainer.train_dataset["input_ids"])
     assert kept == (92 if fate == "split off" else 71)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_pieces_of_long_prompts_are_not_packed(tokenizer, tmp_path, caplog, stream):
+    """Nothing would read them, and steps on them alone have no loss."""
+    rows = {"prompt": ["a" * 45, "b" * 5, "c" * 95], "completion": ["d" * 20, "e" * 6, "f" * 9]}
+    packing = {"packing": True, "packing_strategy": "bfd_split", "max_length": 30}
+    with caplog.at_level(logging.WARNING, logger="hf_eagle3"):
+        trainer = make_trainer(tokenizer, rows, tmp_path, stream=stream, **packing)
+    packed = [tokenizer.decode(row["input_ids"]) for row in trainer.train_dataset]
+    pieces = ["a" * 15 + "d" * 15, "d" * 5 + "</s>", "b" * 5 + "e" * 6 + "</s>", "c" * 5 + "f" * 9 + "</s>"]
+    assert sorted("".join(packed)) == sorted("".join(pieces))
+    told = "4 of 8 pieces of the train data have nothing to learn and are dropped"
+    assert (told in caplog.text) == (not stream)
+    with pytest.raises(ValueError, match="2 of 2 pieces of the train data have nothing to learn"):
+        make_trainer(
+            tokenizer,
+            {"input_ids": [[5, 6, 7, 8]], "labels": [[-100, -100, -100, 8]]},
+            tmp_path,
+            packing=True,
+            packing_strategy="bfd_split",
+            max_length=3,
+        )
 
 
 def test_dropped_rows_are_reported(tokenizer, tmp_path, caplog):
@@ -454,6 +491,21 @@ def test_files_of_tokenizers(tokenizer, tmp_path, monkeypatch):
     assert load_tokenizer(tmp_path) is tokenizer
     (tmp_path / "a.jinja").write_bytes(b"\xef\xbb\xbfabc")
     assert read_template(tmp_path / "a.jinja") == "abc"
+
+
+def test_tokenizers_of_mistral_common(tokenizer, tmp_path, monkeypatch):
+    """`AutoTokenizer` prefers them where the package is installed, as beside vLLM. They render without a template."""
+    other = type("MistralCommonBackend", (type(tokenizer),), {})(tokenizer_object=tokenizer.backend_tokenizer)
+    make_target("llama").config.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+
+    def from_pretrained(name, mistral_format=None):
+        return other if mistral_format is None else tokenizer
+
+    monkeypatch.setattr("hf_eagle3.tokenizer.AutoTokenizer.from_pretrained", from_pretrained)
+    assert load_tokenizer(tmp_path) is tokenizer
+    with pytest.raises(ValueError, match="is a tokenizer of mistral-common, which takes no chat template. Pass"):
+        make_trainer(other, chat(), tmp_path / "draft")
 
 
 def test_a_padding_token_that_the_target_does_not_have(tokenizer, tmp_path):

@@ -28,6 +28,7 @@ def parts(*contents):
 
 GOOD = {
     "messages": ({"messages": CHAT}, {"messages": CHAT}),
+    "JSON": ({"messages": json.dumps([{**U, "tool_calls": None}, A])}, {"messages": CHAT}),
     "names of other rows": ({"messages": [{**U, "tool_calls": None}, A]}, {"messages": CHAT}),
     "ShareGPT": ({"conversations": SHAREGPT}, {"messages": CHAT}),
     "ShareGPT under messages": ({"messages": SHAREGPT}, {"messages": CHAT}),
@@ -63,7 +64,7 @@ GOOD = {
     "a call": ({"messages": [U, {"role": "assistant", "content": None, "tool_calls": [CALL]}]}, "call"),
     "a call with arguments as text": ({"messages": [U, {"role": "assistant", "tool_calls": [CALL_AS_TEXT]}]}, "call"),
     "calls as JSON": ({"messages": [U, {"role": "assistant", "tool_calls": json.dumps([CALL_AS_TEXT])}]}, "call"),
-    "no calls and no thoughts": (
+    "no calls and no reasoning": (
         {"messages": [{**U, "tool_calls": []}, {**A, "tool_calls": "[]", "thinking": ""}]},
         {"messages": CHAT},
     ),
@@ -72,6 +73,20 @@ GOOD = {
     "LLaMA-Factory's call": (
         {"conversations": [SHAREGPT[0], {"from": "function_call", "value": json.dumps(CALL["function"])}]},
         "call",
+    ),
+    "ms-swift's call": (
+        {"messages": [U, {"role": "tool_call", "content": json.dumps(CALL["function"])}]},
+        "call",
+    ),
+    "ms-swift's calls after a text": (
+        {
+            "messages": [
+                *CHAT,
+                *[{"role": "tool_call", "content": json.dumps(CALL["function"])}] * 2,
+                *[{"role": "tool_response", "content": "r"}] * 2,
+            ]
+        },
+        {"messages": [U, {**A, "tool_calls": [CALL, CALL]}, *[{"role": "tool", "content": "r"}] * 2]},
     ),
     "OpenAI's older call": (
         {"messages": [U, {"role": "assistant", "content": None, "function_call": CALL_AS_TEXT["function"]}]},
@@ -145,6 +160,8 @@ GOOD = {
     "a prompt in a column of its own": ({"messages": CHAT, "prompt": "a"}, {"messages": CHAT}),
     "a completion of messages": ({"prompt": [U], "completion": [A]}, {"messages": CHAT, "num_given": 1}),
     "a completion": ({"prompt": "a", "completion": "b"}, {"text": "a", "completion": "b"}),
+    "a good answer": ({"prompt": "a", "completion": "b", "label": True}, {"text": "a", "completion": "b"}),
+    "a class of a text": ({"text": "a", "label": False}, {"text": "a"}),
     "a prompt written from an input": (
         {"prompt": "a: c", "input": "c", "completion": "b"},
         {"text": "a: c", "completion": "b"},
@@ -180,10 +197,12 @@ BAD = {
         "'messages' has nothing in it, but 'text' has. All rows must",
     ),
     "an empty one": ({"conversations": []}, "'conversations' is missing or has nothing in it"),
-    "JSON": ({"messages": json.dumps(CHAT)}, "'messages' is the text .* parse it: .*json.loads"),
+    "JSON of nothing": ({"messages": "[]"}, "'messages' is missing or has nothing in it"),
+    "no JSON": ({"messages": "a"}, "'messages' has 'a', which is not JSON"),
+    "JSON of something else": ({"messages": '"a"'}, "'messages' is 'a', but must be a list of messages"),
     "JSON as a prompt": (
         {"prompt": json.dumps([U]), "completion": "b"},
-        "'prompt' is a text with messages, .* parse it: .*json.loads",
+        "'prompt' is a text with messages, .* Parse it .*json.loads",
     ),
     "JSON as a completion": ({"prompt": "[a", "completion": json.dumps([A])}, "'completion' is a text with messages"),
     "a number": ({"messages": 5}, "'messages' is 5, but must be a list of messages"),
@@ -285,6 +304,11 @@ BAD = {
         {"messages": [U, {**A, "train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}]},
         "message 1 of 'messages' is to be learned in part",
     ),
+    "a bad answer": (
+        {"prompt": "a", "completion": "b", "label": False},
+        r"its 'label' is false, so its answer is a bad example\. Remove such rows \(dataset.filter\(lambda row: row\['label'\]\)\)",
+    ),
+    "a bad answer in LLaMA-Factory's form": ({"conversations": SHAREGPT, "kto_tag": False}, "its 'kto_tag' is false"),
     "no completion": ({"prompt": "a", "completion": None}, "'completion' is missing or has nothing in it"),
     "half a conversation": ({"prompt": [U], "completion": "b"}, "one of 'prompt' and 'completion' is a text"),
     "a completion of the user": (
@@ -371,6 +395,7 @@ def test_rows_that_are_something_else(name):
 
 def test_rows_to_answer():
     assert read_prompt({"prompt": "a"}).text == "a" and read_prompt({"prompt": [U]}).messages == [U]
+    assert read_prompt({"prompt": "a", "completion": "b", "label": False}).text == "a"  # which gets another answer
     assert read_prompt({"prompt": '[{"city": "Rome"}]'}).text == '[{"city": "Rome"}]'
     for row, told in (
         ({"prompt": json.dumps([U])}, "'prompt' is a text with messages"),

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import json
 import time
+from datetime import datetime
 from itertools import chain
 from unittest.mock import Mock
 
@@ -44,6 +45,17 @@ def test_conversations_with_their_first_prompt_in_a_column_of_its_own(tmp_path):
     with chat_server(lambda payload, number: f"new {number}") as (url, _):
         assert ask(url, rows, Output(tmp_path, {})) == 0
     assert [message["content"] for message in read_answers(tmp_path)[0]["messages"]] == ["a", "new 1", "b", "new 2"]
+
+
+def test_dates_of_messages(tmp_path):
+    """As in WildChat. JSON has none."""
+    rows = [{"messages": [{**user("a"), "timestamp": datetime(2026, 1, 2)}, assistant("old")]}]
+    with chat_server(lambda *args: "new") as (url, requests):
+        assert ask(url, rows, Output(tmp_path, {})) == 0
+    asked, answered = requests[0][1]["messages"], read_answers(tmp_path)[0]["messages"]
+    assert asked[0]["timestamp"] == answered[0]["timestamp"] == "2026-01-02 00:00:00" and answered[1] == assistant(
+        "new"
+    )
 
 
 def test_reasoning_is_kept(tmp_path):

@@ -148,6 +148,20 @@ def test_a_target_in_the_process(tmp_path, data, tokenizer, run_recipe, caplog, 
     assert result.returncode == 1 and "max_new_tokens was 5 before, 6 after" in result.stderr
 
 
+def test_answers_of_a_server_that_training_would_refuse(tmp_path, data, tokenizer, run_recipe, caplog):
+    make_target("llama").config.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")  # its template writes no reasoning
+    answer = {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
+    for target, is_told in ((tmp_path / "target", True), ("m", False)):
+        caplog.clear()
+        with chat_server(lambda *args: answer) as (url, _):
+            command = ("--model_name_or_path", target, "--base_url", url, "--concurrency", 1, "--dataset_name", data)
+            result = run_recipe("regenerate.py", *command, "--output_dir", tmp_path / f"out-{is_told}")
+        assert result.returncode == 0, result.stderr[-3000:]
+        told = "Training with this chat template will refuse row 0, and rows like it: the chat template refuses it: it leaves"
+        assert caplog.text.count("will refuse row") == caplog.text.count(told) == is_told
+
+
 def test_an_interrupted_run_says_what_is_written(tmp_path, data, monkeypatch, run_recipe):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt

@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import lzma
 import os
 import random
 import re
@@ -14,10 +15,12 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
 import torch
+from accelerate import PartialState
 from conftest import RECIPES, accelerate_launch, load_script, make_prompt, make_target, run_in_two_processes
 from datasets import Dataset, DatasetDict, IterableDatasetDict
 from filelock import FileLock
@@ -317,6 +320,7 @@ def test_files(files, tmp_path, run_recipe):
         ),
         ("latin.txt", b"\xe9t\xe9\n", "latin.txt cannot be read: .*utf-8"),
         ("texts.jsonl.gz", gzip.compress(texts.encode()), None),
+        ("texts.jsonl.xz", lzma.compress(texts.encode()), None),
         ("texts.csv", b'text,id\n"what is, up",1\n' * 20, None),
     ):
         (tmp_path / file).write_bytes(content)
@@ -342,6 +346,16 @@ def test_files_that_cannot_be_read_are_named(tmp_path, name, content, error):
     script = load_script("recipes/train.py")
     with pytest.raises(ValueError, match=error):
         script.load_data(script.TrainScriptArguments(dataset_name=str(tmp_path / name)), DatasetMixtureConfig())
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_one_process_of_a_machine_checks_a_file(tmp_path, monkeypatch, is_first):
+    script, checked = load_script("recipes/train.py"), []
+    monkeypatch.setattr(PartialState, "is_local_main_process", is_first)
+    monkeypatch.setattr(script, "check_utf8", checked.append)
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    script.load_data(script.TrainScriptArguments(dataset_name=str(tmp_path / "a.jsonl")), DatasetMixtureConfig())
+    assert checked == [str(tmp_path / "a.jsonl")] * is_first
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -421,6 +435,30 @@ def test_a_mixture(files, tmp_path, run_recipe):
     assert "dataset_name" not in record["arguments"]
 
 
+def test_a_mixture_of_messages_with_other_keys(tmp_path):
+    """As if only one of the data sets has tool calls."""
+    script, call = load_script("recipes/train.py"), {"function": {"name": "f", "arguments": {"city": "Ulm"}}}
+    plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    calls = [plain[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    tools = [{"name": "f", "parameters": {"city": {"type": "string"}}}]
+    for name, row in {"plain": {"messages": plain}, "calls": {"messages": calls, "tools": tools}}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join([json.dumps(row) + "\n"] * 4))
+    data = [{"path": "json", "data_files": str(tmp_path / f"{name}.jsonl")} for name in ("plain", "calls")]
+
+    def mixed(data):
+        mixture = DatasetMixtureConfig(datasets=[*data])
+        rows = script.load_data(script.TrainScriptArguments(dataset_name=None), mixture)["train"]
+        return [read_row(row, "messages", rows.features) for row in rows]
+
+    rows = mixed(data)
+    assert [row.messages for row in rows] == [plain] * 4 + [calls] * 4
+    assert [row.template_kwargs for row in rows] == [{}] * 4 + [{"tools": tools}] * 4
+    rows = mixed([{**each, "fraction": fraction} for each, fraction in zip(data, (1, 3))])
+    assert [row.messages for row in rows] == [plain] + [calls] * 4
+    with pytest.raises(ValueError, match="`fraction` must be set for either all"):
+        mixed([{**data[0], "fraction": 1}, data[1]])
+
+
 def test_a_mixture_is_split_the_same_way_every_time(files):
     script = load_script("recipes/train.py")
     mixture = {"datasets": [{"path": "json", "data_files": str(files / "chats" / "train.jsonl"), "split": "train"}]}
@@ -471,10 +509,30 @@ def test_the_chat_of_the_docs(files, tmp_path, tokenizer, monkeypatch, run_recip
     shared = ("--max_steps", 2, "--report_to", "none", "--use_cpu", "true", "--eval_max_new_tokens", 4)
     result = run_recipe("train.py", "--config", "chat.yaml", "--chat_template_path", "chat.jinja", *target, *shared)
     assert "Saved the draft to my-target-speculator.eagle3" in result.stdout
-    assert (
-        "--json results.jsonl --tasks paper --chat_template_path chat.jinja" in result.stdout
-    )  # to measure as it was trained
+    # To measure as it was trained, on its own prompts.
+    held_out = str(Path("chats", "test.jsonl"))
+    assert f"--json results.jsonl --tasks {held_out} --chat_template_path chat.jinja" in result.stdout
     assert Path("my-target-speculator.eagle3", "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_what_to_measure_on(tmp_path, monkeypatch, offline):
+    """Prompts that the data holds out, or tasks of the Hub if it can be reached."""
+    script = load_script("recipes/train.py")
+    monkeypatch.setattr(script, "is_offline_mode", lambda: offline)
+    chats = SimpleNamespace(processing_class=SimpleNamespace(chat_template="x"))
+    texts = SimpleNamespace(processing_class=SimpleNamespace(chat_template=None))
+    of_the_hub = [] if offline else ["paper"]
+    for row, tasks in (
+        ({"messages": []}, "own"),
+        ({"prompt": "a", "completion": "b"}, "own"),
+        ({"text": "a"}, of_the_hub),
+    ):
+        (tmp_path / "test.jsonl").write_text(json.dumps(row) + "\n")
+        expected = [str(tmp_path / "test.jsonl")] if tasks == "own" else tasks
+        assert script.tasks_to_measure(chats, str(tmp_path)) == expected
+    for name in ("me/data", None):
+        assert script.tasks_to_measure(chats, name) == of_the_hub and script.tasks_to_measure(texts, name) == []
 
 
 @pytest.mark.parametrize("where", ["flag", "YAML"])

@@ -1112,11 +1112,28 @@ def test_a_target_in_bfloat16_on_a_processor_without_it(tmp_path, monkeypatch, t
         ("optim_target_modules", "all-linear", "has no effect"),
         ("gradient_checkpointing", True, "is not supported"),
         ("activation_offloading", True, "moves .* where they are already"),
+        ("fp16", True, "has no effect on a CPU"),
     ],
 )
 def test_arguments_that_are_refused(tmp_path, name, value, reason):
     with pytest.raises(ValueError, match=f"`{name}(=True)?` .*{reason}"):
         Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False, **{name: value})
+
+
+def test_trackers_that_are_not_there(tmp_path, monkeypatch):
+    """Fail before the work, not after all rows are tokenized."""
+    monkeypatch.setattr("hf_eagle3.training.arguments.get_available_reporting_integrations", lambda: ["wandb"])
+    settings = {"use_cpu": True, "bf16": False}
+    assert Eagle3TrainingArguments(str(tmp_path), report_to=["wandb"], **settings).report_to == ["wandb"]
+    for report_to, told in (
+        (
+            ["wandb", "tensorboard"],
+            r"has \['tensorboard'\], which are not installed. Install .*pip install tensorboard",
+        ),
+        ("wanbd", "wanbd is not supported, only .*wandb"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            Eagle3TrainingArguments(str(tmp_path), report_to=report_to, **settings)
 
 
 def test_arguments_that_are_taken(tmp_path):

@@ -3,9 +3,10 @@
 import json
 import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 from datasets import DatasetInfo, Features
@@ -94,12 +95,13 @@ class Output:
         self.done = {row["row"] for row in rows_in(folder.glob("rows-*.jsonl"))}
         self.left_out = {row["row"]: row["reason"] for row in rows_in(folder.glob(LEFT_OUT))}
         self.num_before, self.num_cut, self.drops_cut_answers = len(self.left_out), 0, drops_cut_answers
+        self.learners: Sequence[Callable[[dict], Any]] = ()  # encoders, one of which should take each new row
         self.file = path.open("a", encoding="utf-8")
         self.left_out_file = folder / LEFT_OUT.replace("*", f"{process_index:05d}")
 
     def write(self, row: int, content: dict) -> None:
         """Writes a finished row. Leaves it out if UTF-8 cannot hold it, or if it was cut and such rows are dropped."""
-        line = json.dumps({"row": row, **content}, ensure_ascii=False) + "\n"
+        line = json.dumps({"row": row, **content}, ensure_ascii=False, default=str) + "\n"  # messages may have dates
         try:
             line.encode()
         except UnicodeEncodeError as error:  # an answer may end within a pair of surrogates
@@ -110,6 +112,24 @@ class Output:
         self.file.write(line)
         self.file.flush()
         self.done.add(row)
+        if "messages" in content and not content.get("images"):  # which are not read again
+            self.warn_of_refusal(row, content)
+
+    def warn_of_refusal(self, row: int, content: dict) -> None:
+        """Warns once if no encoder takes a new row, so that training would refuse it. TRL's templates take more than others."""
+        reason = None
+        for learner in self.learners:
+            try:
+                learner(content)
+                return
+            except RowError as error:
+                reason = str(error)
+        if reason is not None:
+            self.learners = ()
+            logger.warning(
+                f"Training with this chat template will refuse row {row}, and rows like it: {reason}. Remove them then, or train with "
+                "another template (`chat_template_path`)."
+            )
 
     def leave_out(self, row: int, reason: str) -> None:
         """Records that a row cannot be answered. Warns at once of the first few."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, Value
 from transformers import PreTrainedTokenizerBase
 from trl.data_utils import get_dataset_column_names
 
@@ -31,13 +31,14 @@ def plain_rows(
     dataset: Dataset | IterableDataset, name: str, decodes_images: bool = False
 ) -> Dataset | IterableDataset:
     """
-    Returns the data set with rows of Python objects, whatever its format (NumPy, torch, ...).
+    Returns the data set with rows of Python objects, whatever its format (NumPy, torch, ...). A column `conversation` of messages
+    (as in WildChat and LMSYS-Chat) is renamed to `messages`.
 
     Args:
         dataset (`Dataset` or `IterableDataset`): The data.
         name (`str`): `"train"` or `"eval"`, for messages.
         decodes_images (`bool`, *optional*, defaults to `False`):
-            Whether reading a row decodes its images. Otherwise it has their bytes and paths.
+            Whether reading a row decodes its images, and columns keep their names. Otherwise it has their bytes and paths.
 
     Raises:
         TypeError: if it is not of the library `datasets`.
@@ -48,8 +49,13 @@ def plain_rows(
         raise ValueError(
             f"The {name} data computes its rows each time they are read (`with_transform`). Compute them once (`dataset.map`)."
         )
-    dataset = dataset.with_format(None)
-    return dataset if decodes_images else with_unread_images(dataset)
+    dataset, columns = dataset.with_format(None), dataset.features or {}
+    if decodes_images:  # for a function of the caller
+        return dataset
+    is_text = isinstance(columns.get("conversation", Value("string")), Value)
+    if not is_text and columns.keys().isdisjoint(("messages", "conversations", "prompt", "text", "input_ids")):
+        dataset = dataset.rename_column("conversation", "messages")
+    return with_unread_images(dataset)
 
 
 def kind_of_data(dataset: Dataset | IterableDataset, text_field: str, name: str) -> str:

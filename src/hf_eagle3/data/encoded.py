@@ -8,17 +8,19 @@ from datasets import Dataset, Features, IterableDataset, List, Value, concatenat
 from trl.data_utils import get_dataset_column_names
 from trl.trainer.utils import global_then_local_main_first
 
+from .checks import row_lengths
 from .encoding import RowEncoder
 from .images import ImageReader, storable
 from .prompts import documents_of_row
 from .rows import IMAGES, summary
-from .values import NothingToLearn, RowError
+from .values import RowError, UnusableRow
 
 
 logger = logging.getLogger(__name__)
 
-# At most this share of the rows may have assistant turns that cannot be found, or no answer. These are not learned. Above it training
-# is refused. The same holds for rows of a stream that cannot be learned from.
+# At most this share of the rows may have assistant turns that cannot be found. Another such share may be unusable: they have no answer,
+# or the chat template cannot write them. These are not learned. Above it training is refused. The same holds for all rows of a stream
+# that cannot be learned from.
 MAX_LOST_SHARE = 0.05
 
 
@@ -40,9 +42,9 @@ def encode_rows(
         `image_end` if it has images. Rows with nothing to learn are dropped, with a warning.
 
     Raises:
-        ValueError: if rows cannot be learned from (the message names them), more than 5% of the rows have no answer to learn or
-            assistant turns that cannot be found, or there is nothing to learn. Of a stream, if the first row or more than 5% of
-            the rows cannot be learned from.
+        ValueError: if rows are wrong (the message names them), more than 5% of the rows have no answer to learn, are refused by the
+            chat template or have assistant turns that cannot be found, or there is nothing to learn. Of a stream, if the first row or
+            more than 5% of the rows cannot be learned from.
     """
     columns = get_dataset_column_names(dataset)
     image_column = next((column for column in IMAGES if column in columns), None)
@@ -58,7 +60,7 @@ def encode_rows(
         "is_cut": Value("bool"),
         "teaches": Value("bool"),
         "problem": Value("string"),
-        "has_no_answer": Value("bool"),
+        "is_unusable": Value("bool"),
     }
     if isinstance(encoder.images, ImageReader):
         features |= {"image_text": Value("string"), "image_end": Value("int32")}
@@ -73,11 +75,9 @@ def encode_rows(
             desc=f"Tokenizing {name} dataset",
         )
     problems = [(number, problem) for number, problem in enumerate(encoded["problem"]) if problem]
-    num_without_answer = sum(encoded["has_no_answer"])
-    if len(problems) > num_without_answer or num_without_answer > MAX_LOST_SHARE * len(encoded):
-        tolerated = (
-            f" Up to {MAX_LOST_SHARE:.0%} of such rows are dropped." if len(problems) == num_without_answer else ""
-        )
+    num_unusable = sum(encoded["is_unusable"])
+    if len(problems) > num_unusable or num_unusable > MAX_LOST_SHARE * len(encoded):
+        tolerated = f" Up to {MAX_LOST_SHARE:.0%} of such rows are dropped." if len(problems) == num_unusable else ""
         raise ValueError(
             f"{len(problems)} of {len(encoded)} rows of the {name} data cannot be learned from. {summary(problems)} Fix or remove "
             f"them.{tolerated}"
@@ -87,7 +87,7 @@ def encode_rows(
     if cut := [number for number, is_cut in enumerate(encoded["is_cut"]) if is_cut]:
         report_cut(cut, len(encoded), name)
     taught = [number for number, is_taught in enumerate(encoded["teaches"]) if is_taught]
-    encoded = encoded.remove_columns(["lost", "is_cut", "teaches", "problem", "has_no_answer"])
+    encoded = encoded.remove_columns(["lost", "is_cut", "teaches", "problem", "is_unusable"])
     if not any(encoded["image_text"] if "image_text" in encoded.column_names else []):
         encoded = encoded.remove_columns([column for column in encoded.column_names if column.startswith("image_")])
     elif image_column:  # added now, because `map` would store the images again
@@ -103,7 +103,7 @@ def report_lost(rows: Sequence[int], num_rows: int, name: str) -> None:
     message = (
         f"In {len(rows)} of {num_rows} rows of the {name} data (the first are {list(rows[:3])}) assistant turns cannot be found. The "
         "chat template has no generation markers, and renders a turn differently when the conversation goes on or the "
-        "target is asked for it (for example, without the thoughts of earlier turns)."
+        "target is asked for it (for example, without the reasoning of earlier turns)."
     )
     if len(rows) > MAX_LOST_SHARE * num_rows:
         raise ValueError(
@@ -134,8 +134,8 @@ def read_whole(stream: IterableDataset) -> Dataset:
 
 def drop_untaught(encoded: Dataset, taught: list[int], name: str, problems: Sequence[tuple[int, str]] = ()) -> Dataset:
     """
-    Returns the rows with something to learn. Warns of the others, some of which have no answer (`problems`). Raises `ValueError`
-    if there is no such row.
+    Returns the rows with something to learn. Warns of the others, some of which are unusable (`problems`). Raises `ValueError` if
+    there is no such row.
     """
     if not taught:
         raise ValueError(
@@ -145,9 +145,10 @@ def drop_untaught(encoded: Dataset, taught: list[int], name: str, problems: Sequ
     if len(taught) == len(encoded):
         return encoded
     first = sorted(set(range(len(encoded))) - set(taught))[:3]
+    what = "cannot be learned from" if problems else "have nothing to learn"
     logger.warning(
-        f"{len(encoded) - len(taught)} of {len(encoded)} rows of the {name} data have nothing to learn and are dropped (the first "
-        f"are {first}).{' ' if problems else ''}{summary(problems)}"
+        f"{len(encoded) - len(taught)} of {len(encoded)} rows of the {name} data {what} and are dropped (the first are {first})."
+        f"{' ' if problems else ''}{summary(problems)}"
     )
     return encoded.select(taught)
 
@@ -155,7 +156,7 @@ def drop_untaught(encoded: Dataset, taught: list[int], name: str, problems: Sequ
 def encode_or_explain(row: dict[str, Any], encoder: RowEncoder, columns: list[str]) -> dict[str, Any]:
     """Returns an encoded row, or an empty one with a `problem` that says what is wrong."""
     empty: dict[str, Any] = {column: [] for column in columns}
-    empty |= {"lost": 0, "is_cut": False, "teaches": False, "problem": "", "has_no_answer": False}
+    empty |= {"lost": 0, "is_cut": False, "teaches": False, "problem": "", "is_unusable": False}
     if "image_text" in columns:
         empty |= {"image_text": "", "image_end": 0}
     try:
@@ -167,7 +168,7 @@ def encode_or_explain(row: dict[str, Any], encoder: RowEncoder, columns: list[st
             encoded.setdefault("seq_lengths", [len(encoded["input_ids"])])
         return empty | encoded | {"teaches": any(map(teaches, documents_of_row(encoded)))}
     except RowError as error:
-        return empty | {"problem": str(error), "has_no_answer": isinstance(error, NothingToLearn)}
+        return empty | {"problem": str(error), "is_unusable": isinstance(error, UnusableRow)}
 
 
 def teaches(document: dict[str, list[int]]) -> bool:
@@ -197,6 +198,38 @@ def documents_of_rows(rows: dict[str, list]) -> dict[str, list]:
     documents = [document for row in packed for document in documents_of_row(row)]
     taught = list(filter(teaches, documents))
     return {column: [document[column] for document in taught] for column in ("input_ids", "labels")}
+
+
+def taught_pieces(dataset: Dataset | IterableDataset, max_length: int, name: str) -> Dataset | IterableDataset:
+    """
+    Returns the pieces of at most `max_length` tokens of encoded rows, without those that have nothing to learn, such as parts of a long
+    prompt. They are packed as documents of their own, so no other piece reads them.
+    """
+    kwargs = {
+        "batched": True,
+        "fn_kwargs": {"max_length": max_length},
+        "remove_columns": get_dataset_column_names(dataset),
+    }
+    if isinstance(dataset, IterableDataset):
+        return dataset.map(pieces_of_rows, **kwargs)
+    with global_then_local_main_first():  # the other processes read their cache
+        pieces = dataset.map(pieces_of_rows, **kwargs, desc=f"Splitting {name} dataset")
+    num_pieces = int((-(-row_lengths(dataset) // max_length)).sum())
+    message = (
+        f"{num_pieces - len(pieces)} of {num_pieces} pieces of the {name} data have nothing to learn and are dropped"
+    )
+    if len(pieces) == 0:
+        raise ValueError(f"{message}. Raise `max_length={max_length}`.")
+    if len(pieces) < num_pieces:
+        logger.warning(f"{message} (`packing_strategy='bfd_split'` splits rows at `max_length={max_length}`).")
+    return pieces
+
+
+def pieces_of_rows(rows: dict[str, list], max_length: int) -> dict[str, list]:
+    """Returns the pieces of a batch of encoded rows that have something to learn."""
+    ends = [[*range(max_length, len(tokens), max_length), len(tokens)] for tokens in rows["input_ids"]]
+    lengths = [[end - (place * max_length) for place, end in enumerate(each)] for each in ends]
+    return documents_of_rows({**rows, "seq_lengths": lengths})
 
 
 def taught_within(dataset: Dataset | IterableDataset, max_length: int) -> Dataset | IterableDataset:

@@ -12,9 +12,9 @@ from trl.data_utils import common_prefix_length
 
 from ..tokenizer import PromptEncoder
 from .images import Expansion, ImageReader
-from .messages import WEIGHTS, is_learned, says_something
+from .messages import is_learned, says_something, unlearned_by
 from .rows import IMAGES, Row, read_images, read_row
-from .values import NothingToLearn, RowError
+from .values import RowError, UnusableRow
 
 
 Span = tuple[int, int]  # where a part of a text or of its tokens begins and ends
@@ -154,7 +154,7 @@ class RowEncoder(PromptEncoder):
         num_given = 0
         if completion is not None and self.completion_only_loss:
             if not completion.strip():
-                raise NothingToLearn("its completion is empty")
+                raise UnusableRow("its completion is empty")
             num_given = common_prefix_length(self.text(expansion.of(prompt)), tokens)
         encoded = {"input_ids": tokens, "labels": [-100] * num_given + tokens[num_given:]}
         return self._with_images(encoded, whole, expansion)
@@ -183,14 +183,20 @@ class RowEncoder(PromptEncoder):
         if self.assistant_only_loss:
             spans = [(len(expansion.of(rendered[:start])), len(expansion.of(rendered[:end]))) for start, end in spans]
             ranges, lost = self._learned_turns(row, text, tokens, spans, expansion)
-        elif all(map(is_learned, row.messages[row.num_given or 0 :])):
-            ranges, lost = [(0, len(tokens))], 0
         else:
-            raise RowError(
-                f"one of {WEIGHTS} is 0 or false, but all messages are learned. Pass `assistant_only_loss=True`, or remove the key"
-            )
+            for message in row.messages[row.num_given or 0 :]:
+                if (key := unlearned_by(message)) is not None:
+                    raise RowError(
+                        f"a message has {message[key]} as {key!r}, but all messages are learned. Pass `assistant_only_loss=True`, or "
+                        "remove the key"
+                    )
+            ranges, lost = [(0, len(tokens))], 0
         num_given = 0
         if row.num_given is not None and self.completion_only_loss:
+            if not any(
+                message["role"] == "assistant" and says_something(message) for message in row.messages[row.num_given :]
+            ):
+                raise UnusableRow("its completion is empty")
             num_given = common_prefix_length(self._prompt(row, row.num_given, expansion), tokens)
         labels = [-100] * len(tokens)
         for start, end in ranges:
@@ -203,23 +209,23 @@ class RowEncoder(PromptEncoder):
         self, row: Row, text: str, tokens: list[int], spans: list[Span], expansion: Expansion
     ) -> tuple[list[Span], int]:
         """Returns the assistant's turns that are learned, as spans of tokens, and how many could not be found."""
-        are_learned = [is_learned(message) for message in row.messages if message["role"] == "assistant"]
-        if not are_learned:
+        turns = [message for message in row.messages if message["role"] == "assistant"]
+        if not turns:
             roles = sorted({message["role"] for message in row.messages})
-            raise NothingToLearn(
+            raise UnusableRow(
                 f"it has no message with the role 'assistant', only {roles}. With `assistant_only_loss=True` it has nothing to learn"
             )
-        learned = [each for each in row.messages if each["role"] == "assistant" and is_learned(each)]
-        if learned and not any(map(says_something, learned)):
-            raise NothingToLearn("its answers are empty. With `assistant_only_loss=True` it has nothing to learn")
-        if self.is_marked and not all(are_learned):
-            if len(spans) != len(are_learned):
-                raise RowError(
-                    f"the chat template marks {len(spans)} of its {len(are_learned)} assistant turns, so those with one of {WEIGHTS} of "
-                    "0 cannot be left out. Remove the row or the key"
-                )
+        are_learned, have_no_key = list(map(is_learned, turns)), [unlearned_by(turn) is None for turn in turns]
+        if any(have_no_key) and not any(are_learned):
+            raise UnusableRow("its answers are empty. With `assistant_only_loss=True` it has nothing to learn")
+        if len(spans) == len(turns):
             spans = list(compress(spans, are_learned))
-        if not learned:
+        elif self.is_marked and not all(have_no_key):
+            raise RowError(
+                f"the chat template marks {len(spans)} of its {len(turns)} assistant turns, so those that are not to be learned "
+                "(`weight` and the like) cannot be left out. Remove the row or the key"
+            )
+        if not any(are_learned):
             return [], 0
         return self._marked(text, tokens, spans) if self.is_marked else self._turns(row, tokens, expansion)
 
@@ -243,7 +249,7 @@ class RowEncoder(PromptEncoder):
             )
             return texts[0], spans[0], self.check_written(row.messages, texts[0], **row.template_kwargs)
         except Exception as error:
-            raise RowError(f"the chat template refuses it: {error or type(error).__name__}") from error
+            raise UnusableRow(f"the chat template refuses it: {error or type(error).__name__}") from error
 
     def _prompt(self, row: Row, num_messages: int, expansion: Expansion) -> list[int]:
         """Returns the tokens of the first messages, up to where the answer begins."""
@@ -251,7 +257,7 @@ class RowEncoder(PromptEncoder):
             text = self.render(row.messages[:num_messages], add_generation_prompt=True, **row.template_kwargs)
             return self.rendered_tokens(expansion.of(text))
         except Exception as error:
-            raise RowError(f"the chat template refuses its prompt: {error or type(error).__name__}") from error
+            raise UnusableRow(f"the chat template refuses its prompt: {error or type(error).__name__}") from error
 
     def _marked(self, text: str, tokens: list[int], spans: list[Span]) -> tuple[list[Span], int]:
         """Returns the ranges of tokens between markers, and how many could not be found."""
@@ -315,7 +321,7 @@ class RowEncoder(PromptEncoder):
             else:
                 ranges.append((len(start), end))
         if not ranges and not lost:
-            raise NothingToLearn(
+            raise UnusableRow(
                 "no assistant turn in it answers anyone. With `assistant_only_loss=True` it has nothing to learn"
             )
         return ranges, lost

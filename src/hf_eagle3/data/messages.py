@@ -1,10 +1,11 @@
 """Reading the messages of a conversation."""
 
 import json
+from numbers import Real
 from typing import Any
 
-from ..tokenizer import THOUGHTS
-from .values import NothingToLearn, RowError, as_list, from_json, is_something, shown
+from ..tokenizer import REASONING
+from .values import RowError, UnusableRow, as_list, from_json, is_something, shown
 
 
 # ShareGPT's and OpenAI's older names of speakers, and the roles they stand for.
@@ -12,9 +13,10 @@ ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot", "assistant"), "assistant"),
     **dict.fromkeys(("system", "developer"), "system"),  # many templates leave out OpenAI's newer name, or refuse it
-    **dict.fromkeys(("tool", "observation", "function"), "tool"),
+    **dict.fromkeys(("tool", "observation", "function", "tool_response"), "tool"),
 }
-CALLER = "function_call"  # LLaMA-Factory's name of an assistant that says a tool call, as JSON
+# LLaMA-Factory's and ms-swift's names of an assistant that says a tool call, as JSON.
+CALLERS = ("function_call", "tool_call")
 CONVERSATIONS = ("messages", "conversations")
 # Kinds of parts of a message, and the keys that may hold an image.
 TEXT_PARTS, IMAGE_PARTS = (None, "text", "input_text", "output_text"), ("image", "image_url", "input_image")
@@ -22,31 +24,38 @@ IMAGE_KEYS = ("image", "image_url", "url", "path")
 CALLS = ("tool_calls", "function_call")
 # An assistant's message without content may have one of these. Empty ones are dropped, because some templates only test whether the
 # key exists.
-WITHOUT_CONTENT = {"tool_calls", *THOUGHTS}
-# Keys that are 0 or false in messages that are not to be learned: those of OpenAI, axolotl, verl and ms-swift.
-WEIGHTS = ("weight", "train", "training", "trainable", "loss_mask", "loss")
+WITHOUT_CONTENT = {"tool_calls", *REASONING}
+# Keys that are 0 or false in messages that are not to be learned: those of OpenAI, axolotl, verl, ms-swift and others.
+WEIGHTS = ("weight", "train", "training", "trainable", "train_on_turn", "loss_mask", "loss", "loss_scale")
+MASKED = "masked"  # torchtune's key, which is true in messages that are not to be learned
 # axolotl's weights of characters.
 DETAILS = ("train_detail", "training_detail")
 
 
 def read_messages(value: Any, name: str) -> list[dict]:
     """
-    Returns messages with `role` and `content`. Also reads ShareGPT's with `from` and `value` (or `text`), and a
-    dictionary of lists.
+    Returns messages with `role` and `content`. Also reads ShareGPT's with `from` and `value` (or `text`), a dictionary of lists, and
+    JSON. A tool call that is a message of its own joins the assistant's message before it.
     """
+    value = from_json(value, name)
     if not is_something(value):
-        kind = NothingToLearn if name in CONVERSATIONS else RowError
+        kind = UnusableRow if name in CONVERSATIONS else RowError
         raise kind(f"{name!r} is missing or has nothing in it")
-    if isinstance(value, str):
-        raise RowError(
-            f"{name!r} is the text {shown(value)}, but must be a list of messages with role and content. {_advice(name)}"
-        )
     value = as_list(value, f"{name!r}", "of messages with role and content")
-    return [read_message(message, f"message {number} of {name!r}") for number, message in enumerate(value)]
+    messages: list[dict] = []
+    for number, message in enumerate(value):
+        read = read_message(message, f"message {number} of {name!r}")
+        if is_caller(message.get("role") or message.get("from")) and messages and messages[-1]["role"] == "assistant":
+            calls = [*messages[-1].get("tool_calls", []), *read["tool_calls"]]
+            messages[-1] |= {key: value for key, value in read.items() if key != "content"} | {"tool_calls": calls}
+        else:
+            messages.append(read)
+    return messages
 
 
-def _advice(name: str) -> str:
-    return f"If it is JSON, parse it: dataset.map(lambda row: {{{name!r}: json.loads(row[{name!r}])}})"
+def is_caller(speaker: Any) -> bool:
+    """Whether a speaker is an assistant that says a tool call, as JSON."""
+    return isinstance(speaker, str) and speaker.lower() in CALLERS
 
 
 def refuse_json(text: str, name: str) -> None:
@@ -56,7 +65,10 @@ def refuse_json(text: str, name: str) -> None:
     except (ValueError, RecursionError):
         return
     if value and all(isinstance(message, dict) and message.keys() & {"role", "from"} for message in value):
-        raise RowError(f"{name!r} is a text with messages, {shown(text)}. {_advice(name)}")
+        raise RowError(
+            f"{name!r} is a text with messages, {shown(text)}. Parse it (dataset.map(lambda row: {{{name!r}: json.loads(row[{name!r}])}})), "
+            "or put the whole conversation into 'messages', which may be JSON"
+        )
 
 
 def read_message(message: Any, where: str) -> dict:
@@ -69,16 +81,18 @@ def read_message(message: Any, where: str) -> dict:
         if value is not None and (key not in WITHOUT_CONTENT or is_something(value))
     }
     role = others.pop("role", None)
-    if role is None and "from" in others:
-        speaker = others.pop("from")
+    speaker = others.pop("from", None) if role is None else role
+    if is_caller(speaker):
+        said = next((others.pop(key) for key in ("content", "value") if key in others), None)
+        calls = from_json(said, f"the call in {where}")
+        calls = calls if isinstance(calls, list) else [calls]
+        role = "assistant"
+        others["tool_calls"] = [{"type": "function", "function": _read_call(call, where)} for call in calls]
+    elif role is None and speaker is not None:
         role = ROLES.get(speaker.lower()) if isinstance(speaker, str) else None
-        if isinstance(speaker, str) and speaker.lower() == CALLER:
-            role, calls = "assistant", from_json(others.pop("value", None), f"the call in {where}")
-            calls = calls if isinstance(calls, list) else [calls]
-            others["tool_calls"] = [{"type": "function", "function": _read_call(call, where)} for call in calls]
         if role is None:
             raise RowError(
-                f"{where} is from {speaker!r}, but must be from one of {sorted([*ROLES, CALLER])}. Rename it"
+                f"{where} is from {speaker!r}, but must be from one of {sorted([*ROLES, *CALLERS])}. Rename it"
             )
     if not isinstance(role, str):
         raise RowError(f"{where} has no role: {shown(message)}")
@@ -88,7 +102,7 @@ def read_message(message: Any, where: str) -> dict:
     if len(contents) > 1 and contents[1:] != contents[:-1]:
         raise RowError(f"{where} has two contents, {shown(contents[0])} and {shown(contents[1])}. Remove one")
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
-    if role == "assistant" and (any(map(others.get, DETAILS)) or not all(map(is_learned, parts))):
+    if role == "assistant" and (any(map(others.get, DETAILS)) or any(map(unlearned_by, parts))):
         raise RowError(
             f"{where} is to be learned in part, but a message is learned whole or not (`weight`). Split or remove it"
         )
@@ -98,7 +112,8 @@ def read_message(message: Any, where: str) -> dict:
     if not contents and role == "assistant" and others.keys() & WITHOUT_CONTENT:
         contents = [""]
     if not contents:
-        raise RowError(f"{where} has no content: {shown(message)}")
+        kind = UnusableRow if role == "assistant" else RowError  # some have no answer
+        raise kind(f"{where} has no content: {shown(message)}")
     return {"role": role, "content": _read_content(contents[0], where), **others}
 
 
@@ -152,13 +167,21 @@ def check_calls(message: dict) -> None:
             raise RowError(f"its answer has a tool call whose arguments are no JSON object: {shown(call)}")
 
 
+def unlearned_by(message: dict) -> str | None:
+    """Returns the key of a message that says not to learn it, or `None`. Raises `RowError` if such a key has no number."""
+    for key in (*WEIGHTS, MASKED):
+        if (value := message.get(key)) is None:
+            continue
+        if not isinstance(value, Real):  # the text "false" would be true
+            raise RowError(f"a message has {shown(value)} as {key!r}, but must have a number, true or false")
+        if bool(value) == (key == MASKED):
+            return key
+    return None
+
+
 def is_learned(message: dict) -> bool:
-    """Whether a message has none of `WEIGHTS` that says not to learn it."""
-    weights = {key: message[key] for key in WEIGHTS if message.get(key) is not None}
-    for key, weight in weights.items():
-        if isinstance(weight, str):  # "false" is true
-            raise RowError(f"a message has {shown(weight)} as {key!r}, but must have a number, true or false")
-    return all(weight != 0 for weight in weights.values())
+    """Whether a message of the assistant is to be learned: it is not empty, and no key says otherwise."""
+    return unlearned_by(message) is None and says_something(message)
 
 
 def says_something(message: dict) -> bool:

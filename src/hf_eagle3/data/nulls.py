@@ -3,10 +3,10 @@ The `None`s of a row: Arrow gives each dictionary in a column the keys of all ro
 column of type `Json`, which is stored as a text, has the `None`s of the data alone (`"default": null` in the schema of a tool).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from datasets import Features, Json, List, Value
+from datasets import Dataset, Features, Json, List, Value
 
 from .messages import CONVERSATIONS
 
@@ -43,6 +43,26 @@ def with_json(features: Features) -> Features:
     }
     json_of = {name: List(Json()) if isinstance(feature, List) else Json() for name, feature in with_nulls.items()}
     return Features({**features, **json_of})
+
+
+def aligned(parts: Sequence[Dataset]) -> list[Dataset] | None:
+    """
+    Returns data sets that can be concatenated: columns whose dictionaries have other keys in some of them are of type `Json`. `None` if
+    there are no such columns.
+    """
+    types = {name: {repr(part.features[name]) for part in parts if name in part.features} for name in STRUCTURED}
+    json_of = {name: Json() for name, different in types.items() if len(different) > 1}
+    if not json_of:
+        return None
+    return [
+        part.map(
+            without_added_nulls,
+            fn_kwargs={"features": part.features},
+            features=Features({name: json_of.get(name, feature) for name, feature in part.features.items()}),
+            desc="Aligning columns",
+        )
+        for part in parts
+    ]
 
 
 def _has_key_of_nulls(feature: Any) -> bool:

@@ -91,7 +91,7 @@ def regenerate_locally(
     )
     at_once = batch_size * (BATCHES_SORTED if images is None else 1)  # images of many rows take much memory
     upcoming, active, num_failed, order = iter(pending), list[Conversation](), 0, random.Random(0)
-    learners = [RowEncoder(tokenizer, "messages", assistant_only_loss=only) for only in (True, False)]
+    output.learners = learners_of(tokenizer)
     progress = bar_of_rows(output)
     while True:
         prompts, num_unreachable = encode_prompts(chain(active, upcoming), at_once, encode, output)
@@ -107,30 +107,17 @@ def regenerate_locally(
                 try:
                     message = parse_answer(tokenizer, tokens, stop, prompt)
                     if conversation.answer(message, "length" if stop is None else "stop"):
-                        output.write(conversation.row, row := conversation.result())
+                        output.write(conversation.row, conversation.result())
                         progress.update()
-                        if prompt is not None and not conversation.images and (reason := refusal(row, learners)):
-                            learners = []  # once is enough
-                            logger.warning(
-                                f"Training with this chat template will refuse row {conversation.row}, and rows like it: {reason}. Remove "
-                                "them then, or train with another template (`chat_template_path`)."
-                            )
                     else:
                         active.append(conversation)
                 except RowError as error:
                     output.leave_out(conversation.row, str(error))
 
 
-def refusal(row: dict, learners: list[RowEncoder]) -> str | None:
-    """Returns why a new row cannot be learned from, or `None` if one of the encoders takes it. TRL's templates take more."""
-    reason = None
-    for learner in learners:
-        try:
-            learner(row)
-            return None
-        except RowError as error:
-            reason = str(error)
-    return reason
+def learners_of(tokenizer: PreTrainedTokenizerBase) -> list[RowEncoder]:
+    """Returns the encoders that training may read new rows with: of the assistant's tokens, and of all."""
+    return [RowEncoder(tokenizer, "messages", assistant_only_loss=only) for only in (True, False)]
 
 
 def encode_prompts(

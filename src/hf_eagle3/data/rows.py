@@ -24,6 +24,8 @@ TOKENIZERS_MASK = "special_tokens_mask"  # says nothing about what is learned
 OTHER_TOOLS = ("tool_defs", "tool_definitions", "tool_schemas", "available_tools")
 # Columns of Alpaca's format that belong to the prompt, and stay behind when the others are renamed.
 PROMPT_PARTS = ("input", "history")
+# Columns that are false beside a bad answer: those of TRL's and LLaMA-Factory's data for KTO.
+VERDICTS = ("label", "kto_tag")
 NUM_SHOWN = 3  # how many reasons, and rows for each, a message names
 # Arguments of `apply_chat_template` that are not the template's.
 RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "tokenize"}
@@ -122,6 +124,11 @@ def read_row(row: Mapping[str, Any], kind: str, features: Mapping[str, Any] | No
         raise RowError(
             f"it has {masks[0]!r} beside {kind!r}, but masks are for 'input_ids'. Remove the column. To leave out turns of a "
             "conversation, give their messages a `weight` of 0"
+        )
+    if kind in ("prompt", *CONVERSATIONS) and (verdicts := [name for name in VERDICTS if row.get(name) is False]):
+        raise RowError(
+            f"its {verdicts[0]!r} is false, so its answer is a bad example. Remove such rows (dataset.filter(lambda row: "
+            f"row[{verdicts[0]!r}])), or the column to learn from all"
         )
     if kind in CONVERSATIONS:
         others = [name for name in (*CONVERSATIONS, "text", "prompt", "input_ids") if is_something(row.get(name))]

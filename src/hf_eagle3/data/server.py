@@ -6,6 +6,7 @@ import logging
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeGuard
 
 import aiohttp
@@ -65,6 +66,7 @@ async def regenerate_by_server(
         headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
         timeout=aiohttp.ClientTimeout(total=timeout),
         connector=aiohttp.TCPConnector(limit=concurrency),
+        json_serialize=partial(json.dumps, default=str),  # messages may have dates
     ) as session:
         await asyncio.gather(*(client.work(session) for _ in range(concurrency)))
     client.check_server(is_end=True)
@@ -252,9 +254,9 @@ def message_of(choice: dict) -> dict:
 
 
 def as_sent(message: dict) -> dict:
-    """Returns a message as servers read it: arguments of tool calls are JSON, and thoughts have both names that servers use."""
-    thoughts = message.get("reasoning_content")
-    return with_arguments_as_text(message if thoughts is None else {**message, "reasoning": thoughts})
+    """Returns a message as servers read it: arguments of tool calls are JSON, and reasoning has both names that servers use."""
+    reasoning = message.get("reasoning_content")
+    return with_arguments_as_text(message if reasoning is None else {**message, "reasoning": reasoning})
 
 
 def with_image_urls(messages: Iterable[dict], images: Iterable[Any]) -> list[dict]:

@@ -17,8 +17,11 @@ class RowError(ValueError):
         super().__init__(reason)
 
 
-class NothingToLearn(RowError):
-    """Says that a row is well-formed, but has no answer to learn. A few of many rows may be like that."""
+class UnusableRow(RowError):
+    """
+    Says that a row is well-formed, but has no answer to learn, or its chat template cannot write it. A few of many rows may be like
+    that.
+    """
 
 
 class UnreachableError(RowError):

@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
+from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
 from trl import SFTConfig
 
 from ..making import FORMS
@@ -261,6 +262,13 @@ class Eagle3TrainingArguments(SFTConfig):
             raise ValueError(
                 "`eval_packing=True` needs `packing=True`: other batches are padded, and the documents of a row would read each other."
             )
+        get_reporting_integration_callbacks(self.report_to)  # raises an error for an unknown name
+        # `Trainer` would say so after all rows are tokenized. The last three are not among those that transformers looks for everywhere.
+        known = {*get_available_reporting_integrations(), "azure_ml", "flyte", "kubeflow"}
+        if missing := [name for name in self.report_to or () if name not in known]:
+            raise ValueError(
+                f"`report_to` has {missing}, which are not installed. Install them (pip install {' '.join(missing)}), or leave them out."
+            )
         if self.draft_form not in FORMS:
             raise ValueError(f"`draft_form` must be one of {list(FORMS)}, got {self.draft_form!r}.")
 
@@ -281,6 +289,10 @@ class Eagle3TrainingArguments(SFTConfig):
         for name, default in unused.items():
             if getattr(self, name) != default:
                 raise ValueError(f"`{name}` has no effect on training-time test. Leave it out.")
+        if self.fp16 and self.device.type == "cpu":  # accelerate would train in float32 in silence
+            raise ValueError(
+                "`fp16=True` has no effect on a CPU. Leave it out, with `use_cpu=True` to train there, or run where torch sees a GPU."
+            )
         if self.activation_offloading and self.use_cpu:
             raise ValueError(
                 "`activation_offloading` moves activations from a GPU to the CPU, where they are already. Leave it out."

@@ -22,7 +22,7 @@ from ..making import FORMS, check_not_offloaded
 from ..remote_code.draft_model_eagle3 import DraftModel
 from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation
 from ..tensor_names import HUB_ARGUMENTS
-from ..tokenizer import load_tokenizer
+from ..tokenizer import load_tokenizer, load_with_template, takes_no_template
 from .arguments import Eagle3TrainingArguments
 
 
@@ -47,12 +47,18 @@ def load_target(
 
     Raises:
         TypeError: if `processing_class` is something else.
-        ValueError: if there is nothing to load the tokenizer from, `init_kwargs` has no effect, or the name is a draft's.
+        ValueError: if there is nothing to load the tokenizer from, it takes no chat template, `init_kwargs` has no effect, or the name is
+            a draft's.
     """
     if not isinstance(processing_class, PreTrainedTokenizerBase | ProcessorMixin | None):
         raise TypeError(
             f"`processing_class` is {processing_class!r:.80}, but must be the target's tokenizer or processor. Pass "
             "`AutoTokenizer.from_pretrained(...)`, or leave it out to load it by the target's name."
+        )
+    if takes_no_template(processing_class):
+        raise ValueError(
+            "`processing_class` is a tokenizer of mistral-common, which takes no chat template. Pass "
+            "`AutoTokenizer.from_pretrained(..., mistral_format=False)`, or leave it out to load it by the target's name."
         )
     init_kwargs = init_kwargs or {}
     if not isinstance(target, str) and init_kwargs:
@@ -82,7 +88,7 @@ def load_processing_class(
 ) -> PreTrainedTokenizerBase | ProcessorMixin:
     """Returns a target's processor if there are images and the target sees, or else its tokenizer."""
     if with_images and sees_images(AutoConfig.from_pretrained(name, **kwargs)):
-        return AutoProcessor.from_pretrained(name, **kwargs)
+        return load_with_template(AutoProcessor, name, **kwargs)
     return load_tokenizer(name, **kwargs)
 
 

@@ -1,7 +1,6 @@
 """The command line of the recipes that train."""
 
 import argparse
-import difflib
 import re
 import sys
 from collections.abc import Iterable
@@ -11,7 +10,7 @@ from typing import Any
 import yaml
 from trl import TrlParser
 
-from ..environment import in_home, on_leaves, print_any_character
+from ..environment import in_home, on_leaves, print_any_character, unknown_flags
 
 
 def as_number(value: Any) -> Any:
@@ -86,13 +85,8 @@ class Eagle3Parser(TrlParser):
             except (OSError, UnicodeError, yaml.YAMLError) as error:
                 self.exit(2, f"{self.prog}: error: {path} cannot be read (`--config`): {error}\n")
             given += [f"--{key}" for key in content or () if key != "env"]
-        hints = []
-        for flag in given:
-            if not any(option.startswith(flag) for option in options):  # argparse accepts prefixes
-                meant = difflib.get_close_matches(flag, options, n=1)
-                hints.append(f"{flag}" + (f" (did you mean {meant[0]}?)" if meant else ""))
-        if hints:
-            self.error(f"the command line or the YAML file has unknown arguments: {', '.join(hints)}")
+        if unknown := unknown_flags(given, options):
+            self.error(f"the command line or the YAML file has unknown arguments: {', '.join(unknown)}")
         try:
             return super().parse_args_and_config(args, *others, **kwargs)
         except (TypeError, ValueError) as error:  # also of dataclasses that cannot be made of the file's values

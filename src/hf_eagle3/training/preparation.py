@@ -28,7 +28,7 @@ from ..data import (
     sees_images,
 )
 from ..data.checks import first_row, report_dropped
-from ..data.encoded import split_documents, taught_within
+from ..data.encoded import split_documents, taught_pieces, taught_within
 from ..data.images import without_images
 from ..data.messages import CONVERSATIONS
 from ..data.rows import MASKS
@@ -187,8 +187,8 @@ def fit_rows(
     trainer: Eagle3Trainer, dataset: Dataset | IterableDataset, packing: bool, name: str
 ) -> Dataset | IterableDataset:
     """
-    Drops encoded rows that `max_length` would leave with a part of an image or, if they are packed, with nothing to learn. Warns
-    of these, and of rows that are cut or split. Raises `ValueError` if no row is left, or one has more tokens than the target
+    Drops encoded rows, or pieces of split rows, that `max_length` would leave with a part of an image or, if they are packed, with nothing
+    to learn. Warns of these, and of rows that are cut or split. Raises `ValueError` if no row is left, or one has more tokens than the target
     has positions.
     """
     args = trainer.given_args
@@ -201,6 +201,8 @@ def fit_rows(
     is_split = packing and args.packing_strategy != "bfd"
     fate = "split off" if is_split else "cut off (`packing=True` with `packing_strategy='bfd_split'` keeps them)"
     dataset = report_long_rows(dataset, args.max_length, fate, name)
+    if packing and args.packing_strategy == "bfd_split" and args.max_length is not None:
+        return taught_pieces(dataset, args.max_length, name)
     if not packing or is_split or args.max_length is None:
         return dataset
     taught = taught_within(dataset, args.max_length)  # `SFTTrainer` drops the others only without packing
