@@ -41,7 +41,6 @@ from trl import DatasetMixtureConfig, SFTConfig, SFTTrainer
 
 from hf_eagle3 import Eagle3TrainingArguments
 from hf_eagle3.checkpoints import target_class
-from hf_eagle3.data.messages import read_messages
 from hf_eagle3.environment import (
     ScriptParser,
     command_line,
@@ -90,8 +89,6 @@ def local_or_hub_dataset(name: str, split: str = "train") -> tuple[Dataset, list
             f"{name} has {len(dataset)} rows with {column}; {NUM_PROMPTS} are held out as prompts, so it needs more."
         )
     held_out = dataset.select(range(num_train, len(dataset)))[column]
-    if column == "messages":
-        held_out = [read_messages(conversation, column) for conversation in held_out]
     return dataset.select(range(num_train)).select_columns(column), held_out
 
 

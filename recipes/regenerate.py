@@ -43,7 +43,6 @@ from trl import DatasetMixtureConfig
 
 from hf_eagle3.data import ImageReader, check_chat_template, plain_rows, shows_images
 from hf_eagle3.data.answers import Output, push_dataset
-from hf_eagle3.data.messages import CONVERSATIONS
 from hf_eagle3.data.regeneration import beginnings, has_texts, learners_of, regenerate_locally
 from hf_eagle3.data.rows import read_template_kwargs
 from hf_eagle3.data.server import regenerate_by_server
@@ -157,7 +156,7 @@ def prompts_to_answer(script_args, args, target_config, mixture):
     if args.chat_template_path is not None:
         tokenizer.chat_template = read_template(args.chat_template_path)
     first = next(iter(dataset), {})
-    if any(first.get(name) for name in CONVERSATIONS) or isinstance(first.get("prompt"), list):
+    if any(isinstance(first.get(name), list) for name in ("messages", "conversations", "prompt")):
         check_chat_template(tokenizer)
     if is_continued:
         dataset = beginnings(dataset, tokenizer, args.prompt_tokens, args.max_new_tokens)

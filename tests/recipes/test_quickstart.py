@@ -90,9 +90,6 @@ def test_data_is_what_training_takes(tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     dataset, held_out = quickstart.local_or_hub_dataset(str(tmp_path / "rows.jsonl"))
     assert list(dataset["text"]) == lines[:5] and list(held_out) == lines[5:]
-    chats = [[{"role": "user", "content": text}] for text in lines]
-    Dataset.from_dict({"messages": [json.dumps(chat) for chat in chats]}).to_csv(tmp_path / "chats.csv")
-    assert quickstart.local_or_hub_dataset(str(tmp_path / "chats.csv"))[1] == chats[5:]
     # Some have no split of the name `train` (ultrachat_200k).
     DatasetDict(train_sft=Dataset.from_dict({"text": lines})).save_to_disk(tmp_path / "split")
     dataset, held_out = quickstart.local_or_hub_dataset(str(tmp_path / "split"), "train_sft[:23]")

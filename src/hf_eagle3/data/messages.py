@@ -34,13 +34,16 @@ DETAILS = ("train_detail", "training_detail")
 
 def read_messages(value: Any, name: str) -> list[dict]:
     """
-    Returns messages with `role` and `content`. Also reads ShareGPT's with `from` and `value` (or `text`), a dictionary of lists, and
-    JSON. A tool call that is a message of its own joins the assistant's message before it.
+    Returns messages with `role` and `content`. Also reads ShareGPT's with `from` and `value` (or `text`), and a
+    dictionary of lists. A tool call that is a message of its own joins the assistant's message before it.
     """
-    value = from_json(value, name)
     if not is_something(value):
         kind = UnusableRow if name in CONVERSATIONS else RowError
         raise kind(f"{name!r} is missing or has nothing in it")
+    if isinstance(value, str):
+        raise RowError(
+            f"{name!r} is the text {shown(value)}, but must be a list of messages with role and content. {_advice(name)}"
+        )
     value = as_list(value, f"{name!r}", "of messages with role and content")
     messages: list[dict] = []
     for number, message in enumerate(value):
@@ -58,6 +61,10 @@ def is_caller(speaker: Any) -> bool:
     return isinstance(speaker, str) and speaker.lower() in CALLERS
 
 
+def _advice(name: str) -> str:
+    return f"If it is JSON, parse it: dataset.map(lambda row: {{{name!r}: json.loads(row[{name!r}])}})"
+
+
 def refuse_json(text: str, name: str) -> None:
     """Raises `RowError` if a text is a conversation in JSON, which a model should not read as it is."""
     try:
@@ -65,10 +72,7 @@ def refuse_json(text: str, name: str) -> None:
     except (ValueError, RecursionError):
         return
     if value and all(isinstance(message, dict) and message.keys() & {"role", "from"} for message in value):
-        raise RowError(
-            f"{name!r} is a text with messages, {shown(text)}. Parse it (dataset.map(lambda row: {{{name!r}: json.loads(row[{name!r}])}})), "
-            "or put the whole conversation into 'messages', which may be JSON"
-        )
+        raise RowError(f"{name!r} is a text with messages, {shown(text)}. {_advice(name)}")
 
 
 def read_message(message: Any, where: str) -> dict:
