@@ -9,8 +9,7 @@ own keys of the later steps.
 
 A parallel draft (P-EAGLE, https://huggingface.co/papers/2602.01469) reads its mask at all later steps instead.
 
-The later steps of a row need nothing of other rows. So each step can go on with a share of the rows (`row_share`). The
-rows that are kept are then nodes below the text, as in a tree.
+The later steps of a row need nothing of other rows. So each step can go on with a share of the rows (`row_share`).
 """
 
 import math
@@ -23,7 +22,7 @@ import torch.nn.functional as F
 
 from ..remote_code.draft_model_eagle3 import DraftModel
 from ..remote_code.text_eagle3 import take_rows
-from .attention import TreeTTTCache, TTTCache, recomputed
+from .attention import TTTCache, recomputed
 from .losses import DraftLoss, acceptance_rates, log_sum_exp, pieces, probabilities
 
 
@@ -135,7 +134,7 @@ def ttt_unroll(draft: DraftModel, batch: TTTBatch, steps: int, row_share: float 
     hidden_states = draft.combine_hidden_states(batch.aux_hidden_states)
     if draft.config.is_parallel:  # only later steps read the mask, but DDP may expect every parameter in each graph
         hidden_states = hidden_states + 0 * draft.mask_hidden.sum()
-    cache: TTTCache | TreeTTTCache = TTTCache(batch.documents)
+    cache = TTTCache(batch.documents)
     rows: torch.Tensor | None = None
     masks = dict.fromkeys(draft.config.transformer_layer_config.layer_types)  # the cache masks
     for step in range(steps):
@@ -144,9 +143,7 @@ def ttt_unroll(draft: DraftModel, batch: TTTBatch, steps: int, row_share: float 
         if step > 0 and row_share < 1:
             kept = some_of(hidden_states, math.ceil(row_share**step * length))
             rows = kept if rows is None else rows.gather(1, kept)
-            if isinstance(cache, TTTCache):
-                cache = TreeTTTCache(cache)
-            cache.descend(kept, rows)
+            cache.keep(kept, rows)
             hidden_states = take_rows(hidden_states, kept)
             tokens, position_ids = tokens.gather(1, rows), position_ids.gather(1, rows)
         if step > 0 and draft.config.is_parallel:
