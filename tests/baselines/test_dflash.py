@@ -665,6 +665,26 @@ def test_what_is_saved_is_the_layout_that_was_read(tmp_path, kind):
         AutoModel.from_pretrained(tmp_path / "saved")
 
 
+def test_weights_of_an_earlier_draft_do_not_stay(tmp_path):
+    """Neither a file beside shards, nor an index beside a file."""
+    target = make_target("llama")
+    draft = make_baseline("dflash", target)
+    for size in ("50GB", "20KB", "50GB"):
+        draft.fc.weight.data += 1
+        draft.save_pretrained(tmp_path, max_shard_size=size)
+        assert torch.equal(AutoModel.from_pretrained(tmp_path).fc.weight, draft.fc.weight)
+        assert (tmp_path / "model.safetensors").exists() == (size == "50GB")
+        assert (tmp_path / "model.safetensors.index.json").exists() == (size != "50GB")
+
+
+def test_a_draft_that_could_not_be_loaded_again_is_not_saved(tmp_path):
+    draft = make_baseline("dflash", make_target("llama"))
+    draft.config.mask_token_id = 96
+    with pytest.raises(ValueError, match="could not be loaded again.*`mask_token_id` is 96"):
+        draft.save_pretrained(tmp_path / "draft")
+    assert not (tmp_path / "draft").exists()
+
+
 def test_weights_that_could_not_be_loaded_again_are_not_saved(tmp_path):
     draft = make_baseline("dflash", make_target("llama"))
     with torch.no_grad():

@@ -15,17 +15,14 @@ from transformers import DynamicCache, PreTrainedModel, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, rotate_half
 from transformers.utils import logging
 
-from ..checkpoints.files import check_finite, check_folder
 from ..file_checks import read_json
 from ..making import logit_factor
 from ..remote_code.accept_eagle3 import Sampler
 from ..remote_code.cache_eagle3 import additive_mask
-from ..remote_code.configuration_eagle3 import tree_settings
 from ..remote_code.devices_eagle3 import on_device, reads_without_sync
 from ..remote_code.draft_model_eagle3 import DraftModel
 from ..remote_code.drafter_eagle3 import Drafter
 from ..remote_code.embedding_eagle3 import table_of
-from ..remote_code.loading_eagle3 import weights_digest
 from ..remote_code.modeling_eagle3 import (
     Eagle3Attention,
     Eagle3Head,
@@ -282,31 +279,19 @@ class DFlashForSpeculation(BaselineDraft):
         **kwargs: Any,
     ) -> None:
         """
-        See [`~transformers.PreTrainedModel.save_pretrained`]. The layout is z-lab's. The target's head is left out, and so
-        is our code. Raises `ValueError` if the folder has another model, and for `push_to_hub=True`.
+        See [`~draft_model_eagle3.DraftModel.save_pretrained`]. The layout is z-lab's. The target's head is left out, and so
+        is our code.
         """
-        if any(args[:1]) or kwargs.get("push_to_hub"):
-            raise ValueError(
-                "`push_to_hub=True` would push over whatever is in the repo. Call `draft.push_to_hub(repo_id)`, which checks that."
-            )
-        tree_settings(self.generation_config)  # with others it could not be loaded
-        check_finite(self, save_directory)
-        if is_main_process:
-            check_folder(save_directory)
         if self.config.follows_speculators and "sliding_attention" in self.config.transformer_layer_config.layer_types:
             logger.warning(
                 "This draft's sliding windows count from the known token, as in `speculators`. It is saved in z-lab's layout, of "
                 "which engines count them from each token: there it would be accepted less often."
             )
         weights = dict(self.state_dict() if state_dict is None else state_dict)
-        if is_main_process and all(type(weight) is torch.Tensor and not weight.is_meta for weight in weights.values()):
-            if self._keys_to_ignore_on_save:
-                weights["lm_head.weight"] = weights["lm_head.weight"][:0]  # as when it is loaded
-            self.config.weights_digest = weights_digest(weights)
-        try:
-            PreTrainedModel.save_pretrained(self, save_directory, is_main_process, weights, *args, **kwargs)
-        finally:
-            self.config.weights_digest = None
+        head = weights.get("lm_head.weight")
+        if self._keys_to_ignore_on_save and type(head) is torch.Tensor:  # not a shard
+            weights["lm_head.weight"] = head[:0]  # as when it is loaded
+        super().save_pretrained(save_directory, is_main_process, weights, *args, **kwargs)
 
     def validate_target(self, target: PreTrainedModel) -> None:
         """See [`~draft_model_eagle3.DraftModel.validate_target`]."""
