@@ -52,18 +52,20 @@ def part_of_tree(tree: list[list[int]], plan: Plan) -> list[tuple[int, ...]]:
 
 
 def grow_static_tree(
+    tree: list[list[int]],
     root_tokens: torch.Tensor,
     logits: torch.Tensor,
     hidden_states: torch.Tensor,
     advance: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     token_ids: torch.Tensor | None,
     plan: Plan,
-    tree: list[list[int]],
+    threshold: float = 0.0,
+    power: float | torch.Tensor = 1.0,
     guess: Callable[[torch.Tensor, int], torch.Tensor] | None = None,
 ) -> DraftTree:
     """
     Fills a static `tree` (see [`best_static_tree`]) with the draft's tokens. For the other arguments see
-    [`~tree_eagle3.grow_tree`].
+    [`~tree_eagle3.grow_tree`]. `threshold` and `power` have no effect, because the draft's confidence does not count.
     """
     paths = part_of_tree(tree, plan)
     number: dict[tuple[int, ...], int] = {(): 0} | {path: i for i, path in enumerate(paths, start=1)}
