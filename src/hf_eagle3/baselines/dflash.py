@@ -157,15 +157,12 @@ class DFlashDecoderLayer(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        *,
+        context: tuple[torch.Tensor, Rotary] | None,  # the target's fused states, and their rotary embedding
         cache: Any,
-        context: torch.Tensor | None = None,
-        context_position_embeddings: Rotary | None = None,
         **attention_kwargs: Any,
     ) -> torch.Tensor:
         if context is not None:
-            assert context_position_embeddings is not None
-            self.self_attn.read_context(context, context_position_embeddings, cache)
+            self.self_attn.read_context(*context, cache)
         normed = self.input_layernorm(hidden_states)
         hidden_states = hidden_states + self.self_attn(normed, cache=cache, **attention_kwargs)
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
@@ -448,16 +445,13 @@ class DFlashForSpeculation(BaselineDraft):
         cache: Any,
     ) -> torch.Tensor:
         """Returns the states that the head reads, `(B, S, H)`. See [`forward`]; `masks` are by layer type."""
-        states, num_context = inputs_embeds * self.config.input_embedding_scale, 0
-        context: dict[str, Any] = {}
+        states, context = inputs_embeds * self.config.input_embedding_scale, None
         if hidden_states is not None:
-            num_context = hidden_states.shape[1]
-            rotary = self.rotary_emb(hidden_states, position_ids[:, :num_context])
-            context = {"context": hidden_states, "context_position_embeddings": rotary}
-        rotary = self.rotary_emb(states, position_ids[:, num_context:])
+            context = hidden_states, self.rotary_emb(hidden_states, position_ids[:, : hidden_states.shape[1]])
+        rotary = self.rotary_emb(states, position_ids[:, -states.shape[1] :])
         for layer, layer_type in zip(self.layers, self.config.transformer_layer_config.layer_types, strict=True):
             mask = masks[layer_type]
-            states = layer(states, cache=cache, **context, position_embeddings=rotary, attention_mask=mask)
+            states = layer(states, context=context, cache=cache, position_embeddings=rotary, attention_mask=mask)
         return self.norm(states)
 
     def logits_of(self, states: torch.Tensor) -> torch.Tensor:
