@@ -126,11 +126,9 @@ class BenchmarkRow:
             return sum(repeat[name] for repeat in repeats)
 
         def pooled(name: str) -> Counter[int]:
-            lengths: Counter[int] = Counter()
-            for repeat in repeats:
-                for length, count in repeat[name].items():  # JSON has texts as keys
-                    lengths[int(length)] += count
-            return lengths
+            # JSON has texts as keys.
+            counts = (Counter({int(length): count for length, count in repeat[name].items()}) for repeat in repeats)
+            return sum(counts, Counter())
 
         memory = [repeat["peak_memory"] for repeat in repeats if repeat["peak_memory"] is not None]
         first, differing = repeats[0], {prompt for repeat in repeats for prompt in repeat["differing"]}
