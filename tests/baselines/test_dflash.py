@@ -394,7 +394,7 @@ def test_a_cache_and_padding_change_nothing(method):
     draft.borrow_embeddings(target)
     context, block = torch.randn(2, 9, 32), make_prompt(BLOCK, batch_size=2)
     expected = draft(block, context).logits
-    outputs = draft(block, context[:, :5], use_cache=True)
+    outputs = draft(block, context[:, :5])
     outputs.cache.crop(-BLOCK)
     torch.testing.assert_close(draft(block, context[:, 5:], cache=outputs.cache).logits, expected)
     rows = torch.tensor([1, 4])

@@ -378,7 +378,6 @@ class DFlashForSpeculation(BaselineDraft):
         attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
         position_ids: torch.Tensor | None = None,
         cache: Any = None,
-        use_cache: bool | None = None,
         inputs_embeds: torch.Tensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
@@ -397,9 +396,8 @@ class DFlashForSpeculation(BaselineDraft):
             position_ids (`torch.LongTensor` of shape `(batch_size, context_length + block_size)`, *optional*):
                 Positions of the context, then of the block. By default they continue those of the cache.
             cache (`Cache`, *optional*):
-                The draft's cache. Context and block are added to it. Crop the block before the next pass:
-                `cache.crop(-block_size)`.
-            use_cache (`bool`, *optional*, defaults to `False`): Whether to return a cache if none is passed.
+                The draft's cache, by default a new one. Context and block are added to it. Crop the block before the next
+                pass: `cache.crop(-block_size)`.
             inputs_embeds (`torch.FloatTensor` of shape `(batch_size, block_size, hidden_size)`, *optional*):
                 Embeddings to read instead of `input_ids`.
             logits_to_keep (`int` or `torch.LongTensor`, *optional*, defaults to `0`):
@@ -420,8 +418,7 @@ class DFlashForSpeculation(BaselineDraft):
             assert input_ids is not None
             inputs_embeds = self.embed(input_ids)
         num_context, num_queries = 0 if hidden_states is None else hidden_states.shape[1], inputs_embeds.shape[1]
-        returned = cache if cache is not None or not use_cache else DynamicCache()
-        cache = DynamicCache() if returned is None else returned
+        cache = DynamicCache() if cache is None else cache
         device = inputs_embeds.device
         if position_ids is None:
             past_length = cache.get_seq_length()
@@ -434,7 +431,7 @@ class DFlashForSpeculation(BaselineDraft):
             masks = self.masks(visible.bool(), (keys[-num_queries:, None] - keys)[None], inputs_embeds.dtype)
         rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         states = self.run_layers(inputs_embeds, hidden_states, position_ids, masks, cache)[:, rows]
-        return Eagle3Output(logits=self.logits_of(states), last_hidden_state=states, cache=returned)
+        return Eagle3Output(logits=self.logits_of(states), last_hidden_state=states, cache=cache)
 
     def run_layers(
         self,
