@@ -26,8 +26,6 @@ from ..evaluation.results import TITLES
 from ..remote_code.configuration_eagle3 import FLAGS, tree_settings
 
 
-TRAINING_RECORD = "training.json"
-BENCHMARK_RECORD = "benchmark.jsonl"
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 RECIPE_TEMPLATE = Path(__file__).with_name("recipe_card.md.jinja")
 # People search for drafts by these tags.
