@@ -13,7 +13,7 @@ The later steps of a row need nothing of other rows. So each step can go on with
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -57,10 +57,9 @@ class TTTBatch:
     ) -> "TTTBatch":
         """Joins a collated batch with the target's states and [`~TargetStates.distributions`]."""
         input_ids, positions = inputs["input_ids"], inputs.get("position_ids")
-        documents = documents_of(input_ids, inputs.get("attention_mask"), positions)
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        return cls(input_ids, aux_hidden_states, *distributions, labels, documents, positions)
+        return cls(input_ids, aux_hidden_states, *distributions, labels, documents_of(inputs), positions)
 
 
 @dataclass
@@ -78,19 +77,25 @@ class TTTOutput:
     num_reached: torch.Tensor  # rows that count at this and all earlier steps and were correct at the earlier ones
     num_accepted: torch.Tensor  # rows among those that are correct at this step, too
 
+    def loss(self, decay: float, num_rows: torch.Tensor | None = None) -> torch.Tensor:
+        """
+        Returns the sum over steps of the mean loss of `num_rows` `(steps,)`, by default those that count here. Each step has the
+        weight of the step before, times `decay`.
+        """
+        num_rows = self.num_rows if num_rows is None else num_rows
+        weights = decay ** torch.arange(len(num_rows), device=num_rows.device)
+        return (weights * self.loss_sums / num_rows.clamp(min=1)).sum()
 
-def documents_of(
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    position_ids: torch.Tensor | None = None,
-) -> torch.Tensor:
+
+def documents_of(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """
-    Returns the number of each token's document, `(B, L)`. A document begins where positions are 0. Padding has -1.
+    Returns the number of each token's document in a collated batch, `(B, L)`. A document begins where positions are 0.
+    Padding has -1.
     """
-    documents = torch.zeros_like(input_ids)
-    if position_ids is not None:
+    documents = torch.zeros_like(inputs["input_ids"])
+    if (position_ids := inputs.get("position_ids")) is not None:
         documents = (position_ids == 0).cumsum(dim=-1)
-    if attention_mask is not None:
+    if (attention_mask := inputs.get("attention_mask")) is not None:
         documents = documents.masked_fill(attention_mask == 0, -1)
     return documents
 
@@ -104,6 +109,11 @@ def counted_rows(labels: torch.Tensor, documents: torch.Tensor, step: int) -> to
     rows = slice(0, max(labels.shape[1] - 2 - step, 0))
     same_document = documents[:, predicted] == documents[:, rows]
     return (labels[:, predicted] != -100) & same_document & (documents[:, rows] >= 0)
+
+
+def num_counted(labels: torch.Tensor, documents: torch.Tensor, steps: int) -> torch.Tensor:
+    """Returns how many rows count at each step, `(steps,)`. See [`counted_rows`]."""
+    return torch.stack([counted_rows(labels, documents, step).sum() for step in range(steps)])
 
 
 class UnrollStep(NamedTuple):
