@@ -45,8 +45,7 @@ def draw_rows(
 
 class BlockCache(UnrollCache):
     """
-    The draft's cache in training. It keeps the keys and values of the text, and computes the attention of `K` blocks to
-    them and to themselves.
+    The draft's cache in training. It computes the attention of `K` blocks to the text and to themselves.
 
     Args:
         documents (`torch.LongTensor` of shape `(B, L)`): The number of each token's document.
@@ -56,18 +55,12 @@ class BlockCache(UnrollCache):
     """
 
     def __init__(self, documents: torch.Tensor, rows: torch.Tensor, block_size: int, is_causal: bool):
-        self.documents, self.rows = documents, rows.repeat_interleave(block_size, dim=1)  # (B, L), (B, K * block_size)
+        super().__init__(documents)
+        self.rows = rows.repeat_interleave(block_size, dim=1)  # (B, K * block_size)
         self.block_size, self.is_causal = block_size, is_causal
-        self.text: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer: (keys, values) (B, H_kv, L, D)
-        self.block_mask: BlockMask | None = None
         if can_compile_flex(documents.device):  # compiling takes longer than many steps, so few lengths are compiled
             lengths = (padded_length(each.shape[1]) for each in (documents, self.rows))
             self.block_mask = padded_mask(documents, self.rows, block_size, is_causal, *lengths)
-
-    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keeps the first keys and values of each layer, which are those of the text."""
-        self.text.setdefault(layer_idx, (keys, values))
-        return keys, values
 
     def attend(
         self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float

@@ -23,7 +23,20 @@ BLOCK_SIZE = 512
 
 
 class UnrollCache:
-    """A draft's cache in training, which computes the attention to the keys that it keeps."""
+    """
+    A draft's cache in training. It keeps the keys and values of a text, whose tokens are in the documents `(B, L)`, and computes
+    the attention to them.
+    """
+
+    def __init__(self, documents: torch.Tensor):
+        self.documents = documents
+        self.text: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer: (keys, values) (B, H_kv, L, D)
+        self.block_mask: BlockMask | None = None  # for flex attention
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keeps the first keys and values of each layer, which are those of the text."""
+        self.text.setdefault(layer_idx, (keys, values))
+        return keys, values
 
     def attention_forward(
         self,
@@ -45,18 +58,12 @@ class UnrollCache:
 
 
 class TTTCache(UnrollCache):
-    """
-    The draft's cache during an unroll. It keeps the keys and values of the text (step 0), and of each row at its later steps,
-    and computes the attention to them within the documents `(B, L)`.
-    """
+    """The draft's cache during an unroll. It also keeps the keys and values of each row at its later steps."""
 
     def __init__(self, documents: torch.Tensor):
-        self.documents = documents
+        super().__init__(documents)
         self.rows: torch.Tensor | None = None  # (B, M): the rows of the text that go on. By default all
-        # Keys and values by layer, of the text, (B, H_kv, L, D), and of the rows that go on, (B, H_kv, M, steps, D).
-        self.text: dict[int, tuple[torch.Tensor, ...]] = {}
-        self.own: dict[int, tuple[torch.Tensor, ...]] = {}
-        self.block_mask = None
+        self.own: dict[int, tuple[torch.Tensor, ...]] = {}  # layer: (keys, values) (B, H_kv, M, steps, D)
         if can_compile_flex(documents.device):  # compiling takes longer than many steps, so few lengths are compiled
             self.block_mask = causal_block_mask(documents, padded_length(documents.shape[1]))
 
@@ -69,14 +76,11 @@ class TTTCache(UnrollCache):
             self.own[layer_idx] = tuple(each.flatten(0, 2).index_select(0, index).view(shape) for each in own)
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if layer_idx not in self.text:
-            self.text[layer_idx] = keys, values
-        else:
-            own = keys.unsqueeze(3), values.unsqueeze(3)
-            if (before := self.own.get(layer_idx)) is not None:
-                own = tuple(torch.cat(each, dim=3) for each in zip(before, own))
-            self.own[layer_idx] = own
-        return keys, values
+        if layer_idx in self.text:
+            new = keys.unsqueeze(3), values.unsqueeze(3)
+            before = self.own.get(layer_idx)
+            self.own[layer_idx] = new if before is None else tuple(torch.cat(each, dim=3) for each in zip(before, new))
+        return super().update(keys, values, layer_idx)
 
     def attend(
         self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
