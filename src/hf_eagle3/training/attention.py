@@ -3,10 +3,9 @@ Attention during training-time test: within a document it is causal to the keys 
 later step. CUDA devices compute it by flex attention, if there is Triton. Others compute it block by block.
 """
 
-import functools
 import importlib.util
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -247,7 +246,7 @@ def can_compile_flex(device: torch.device) -> bool:
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
-@functools.cache
+@cache
 def compiled_flex() -> Callable:
     """Returns [`attend_by_flex`], compiled once."""
     return torch.compile(attend_by_flex, dynamic=False)
