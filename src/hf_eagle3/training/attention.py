@@ -120,10 +120,10 @@ def blockwise_attention(
     Returns:
         `torch.FloatTensor` of shape `(B, H, M, D)`.
     """
+    outputs, num_queries = list[torch.Tensor](), query.shape[2]
     own = [each for each in (own_keys, own_values) if each is not None]
-    outputs, attend, num_queries = [], block_attention, query.shape[2]
-    if own and (rows is not None or num_queries > BLOCK_SIZE):
-        attend = partial(recomputed, block_attention)
+    is_large = len(own) > 0 and (rows is not None or num_queries > BLOCK_SIZE)
+    attend: Callable = partial(recomputed, block_attention) if is_large else block_attention
     for start in range(0, num_queries, BLOCK_SIZE):
         end = min(start + BLOCK_SIZE, num_queries)
         block = (
