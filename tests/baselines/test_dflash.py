@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import BLOCK_DRAFTS, make_baseline, make_batch, make_oracle, make_prompt, make_target
 from safetensors.torch import load_file, save_file
+from trainers import make_trainer
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Qwen3Config
 
 from hf_eagle3 import Eagle3ForSpeculation
@@ -301,6 +302,18 @@ def test_the_layout_of_speculators(tmp_path, config, how, has_own):
         text = target.generate(**batch, **SETTINGS)
         assert torch.equal(target.generate(**batch, **SETTINGS, assistant_model=each), text)
         assert each.last_generation.drafted_lengths
+
+
+def test_training_saves_a_head_of_the_draft_s_own(tmp_path, tokenizer):
+    """In the precision of the target, for which the trainer copies the draft."""
+    target, head = make_target("llama").bfloat16(), torch.randn(96, 32, generator=torch.Generator().manual_seed(2))
+    folder = write_checkpoint(tmp_path / "draft", SPECULATORS_CONFIG, **{"lm_head.weight": head})
+    settings = {"model": AutoModel.from_pretrained(folder), "max_steps": 1, "ttt_steps": 3, "ttt_warmup": 0}
+    trainer = make_trainer(tmp_path / "run", tokenizer, target=target, **settings)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    loaded = AutoModel.from_pretrained(tmp_path / "saved")
+    assert loaded.dtype == torch.bfloat16 and torch.equal(loaded.lm_head.weight, head.bfloat16())
 
 
 @torch.no_grad()

@@ -89,6 +89,7 @@ class DraftSavingTrainer(SFTTrainer):
         own_class: Any = next(each for each in type(self.draft).__mro__ if not issubclass(each, FSDPModule))
         draft = own_class(copy.deepcopy(self.draft.config))
         draft.generation_config = copy.deepcopy(self.draft.generation_config)
+        draft._keys_to_ignore_on_save = self.draft._keys_to_ignore_on_save  # a block draft may have a head of its own
         model, trained = draft, self.accelerator.unwrap_model(self.model)
         if self._is_adapter:  # PEFT changes the draft itself
             model = get_peft_model(draft, copy.deepcopy(trained.active_peft_config), trained.active_adapter)
