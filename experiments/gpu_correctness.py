@@ -221,18 +221,18 @@ def attention_in_training(device: str, tiny: bool) -> dict:
 
     def run(attend, dtype):
         inputs = [each.to(dtype, copy=True).requires_grad_(has_backward) for each in (query, *text, *own)]
-        output = attend(inputs[:3], inputs[3:])
+        output = attend(inputs[:3], tuple(inputs[3:]))
         if not has_backward:
             return [output]
         output.backward(upstream.to(dtype))
         return [output, *(each.grad for each in inputs)]
 
-    reference = run(lambda of_text, own: blockwise_attention(*of_text, documents, 0.125, *own), torch.float64)
+    reference = run(lambda of_text, own: blockwise_attention(*of_text, documents, 0.125, own), torch.float64)
     mask = causal_block_mask(documents, padded_length(length))
     attend = attend_by_flex if tiny else compiled_flex()
     errors = {}
     for dtype in (torch.float32, torch.bfloat16):
-        actual = run(lambda of_text, own: merged_attention(*of_text, mask, 0.125, *own, attend=attend), dtype)
+        actual = run(lambda of_text, own: merged_attention(*of_text, mask, 0.125, own, attend), dtype)
         distances = [(a.double() - b).norm() / b.norm() for a, b in zip(actual, reference)]
         errors[str(dtype).removeprefix("torch.")] = max(distance.item() for distance in distances)
     return {"is_right": errors["float32"] < 1e-3 and errors["bfloat16"] < 2e-2, **errors}

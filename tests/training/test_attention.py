@@ -58,14 +58,14 @@ def test_attention_and_its_gradients_equal_the_naive_ones(monkeypatch, path, num
     query, keys, values = randn(4), [randn(2) for _ in range(num_steps)], [randn(2) for _ in range(num_steps)]
     documents = torch.tensor([[1] * 13, [1] * 4 + [2] * 6 + [-1] * 3], device=device)
     upstream = torch.randn(2, 4, 13, 16, generator=generator).to(device)
-    own = [torch.stack(states[1:], dim=3) for states in (keys, values) if num_steps > 1]
+    own = tuple(torch.stack(states[1:], dim=3) for states in (keys, values) if num_steps > 1)
     if "block" not in path:
         attend = attend_by_flex if path == "flex" else dense_attention
         mask = causal_block_mask(documents, 32 if path == "merged, padded" else None)
-        output = merged_attention(query, keys[0], values[0], mask, 0.3, *own, attend=attend)
+        output = merged_attention(query, keys[0], values[0], mask, 0.3, own, attend)
     else:
         monkeypatch.setattr(attention, "BLOCK_SIZE", 5 if path == "blocks" else 512)
-        output = blockwise_attention(query, keys[0], values[0], documents, 0.3, *own)
+        output = blockwise_attention(query, keys[0], values[0], documents, 0.3, own)
     expected = naive_attention(query, keys, values, documents, 0.3)
     torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
     if has_gradients:

@@ -86,8 +86,8 @@ class TTTCache(UnrollCache):
     ) -> torch.Tensor:
         text, own = self.text[layer_idx], self.own.get(layer_idx, ())
         if self.rows is None and self.block_mask is not None and fits_flex(query):
-            return merged_attention(query, *text, self.block_mask, scaling, *own, attend=compiled_flex())
-        return blockwise_attention(query, *text, self.documents, scaling, *own, rows=self.rows)
+            return merged_attention(query, *text, self.block_mask, scaling, own, compiled_flex())
+        return blockwise_attention(query, *text, self.documents, scaling, own, self.rows)
 
 
 def recomputed(function: Callable, *arguments: Any) -> Any:
@@ -101,8 +101,7 @@ def blockwise_attention(
     values: torch.Tensor,
     documents: torch.Tensor,
     scaling: float,
-    own_keys: torch.Tensor | None = None,
-    own_values: torch.Tensor | None = None,
+    own: tuple[torch.Tensor, ...] = (),
     rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
@@ -114,26 +113,23 @@ def blockwise_attention(
         keys, values (`torch.FloatTensor` of shape `(B, H_kv, L, D)`): Those of step 0.
         documents (`torch.LongTensor` of shape `(B, L)`): The number of each token's document.
         scaling (`float`): The factor of the scores.
-        own_keys, own_values (`torch.FloatTensor` of shape `(B, H_kv, M, steps, D)`, *optional*): Those of later steps.
+        own (`tuple` of two `torch.FloatTensor` of shape `(B, H_kv, M, steps, D)`, *optional*): Those of later steps.
         rows (`torch.LongTensor` of shape `(B, M)`, *optional*): The rows of the queries. By default all `L`.
 
     Returns:
         `torch.FloatTensor` of shape `(B, H, M, D)`.
     """
     outputs, num_queries = list[torch.Tensor](), query.shape[2]
-    own = [each for each in (own_keys, own_values) if each is not None]
     is_large = len(own) > 0 and (rows is not None or num_queries > BLOCK_SIZE)
     attend: Callable = partial(recomputed, block_attention) if is_large else block_attention
+    places = torch.arange(num_queries, device=query.device).expand(len(query), -1) if rows is None else rows
     for start in range(0, num_queries, BLOCK_SIZE):
-        end = min(start + BLOCK_SIZE, num_queries)
-        block = (
-            torch.arange(start, end, device=query.device).expand(len(query), -1)
-            if rows is None
-            else rows[:, start:end]
-        )
-        seen = slice(end) if rows is None else slice(None)  # the last of some rows would force a sync
+        block = slice(start, start + BLOCK_SIZE)
+        seen = slice(block.stop) if rows is None else slice(None)  # the last of some rows would force a sync
         text = keys[:, :, seen], values[:, :, seen], documents[:, seen]
-        outputs.append(attend(query[:, :, start:end], *text, block, scaling, *(each[:, :, start:end] for each in own)))
+        outputs.append(
+            attend(query[:, :, block], *text, places[:, block], scaling, *(each[:, :, block] for each in own))
+        )
     return torch.cat(outputs, dim=2)
 
 
@@ -190,8 +186,7 @@ def merged_attention(
     values: torch.Tensor,
     block_mask: BlockMask,
     scaling: float,
-    own_keys: torch.Tensor | None = None,
-    own_values: torch.Tensor | None = None,
+    own: tuple[torch.Tensor, ...] = (),
     attend: Callable = attend_by_flex,
 ) -> torch.Tensor:
     """
@@ -202,8 +197,9 @@ def merged_attention(
     padding = 0, 0, 0, block_mask.shape[-1] - length
     padded = (F.pad(states, padding) for states in (query, keys, values))
     output, log_sum = (each[:, :, :length] for each in attend(*padded, block_mask, scaling))
-    if own_keys is None or own_values is None:
+    if not own:
         return output
+    own_keys, own_values = own
     grouped = query.unflatten(1, (keys.shape[1], -1)) * scaling  # (B, H_kv, G, L, D)
     scores = torch.einsum("bhgqd,bhqsd->bhgqs", grouped, own_keys).flatten(1, 2).float()
     log_sums = torch.cat([log_sum.unsqueeze(-1), scores], dim=-1)  # (B, H, L, 1 + steps)
