@@ -251,6 +251,8 @@ def test_data_that_is_taken_as_it_is(tmp_path, tokenizer, caplog):
         (rows([5, 6, 7]), "Row 1 of the train data has 4 tokens, but 3 labels"),
         (rows([5, 6, -100, -100]), "2 of 2 rows of the train data have nothing to learn: no more than two tokens"),
         (TEXTS, r"needs a column `input_ids`, but the train data has only \['text'\]"),
+        (rows([5, 6, 7, 8]).select([]), "The train data has no rows"),
+        (rows([5, 6, 7, 8]).to_iterable_dataset().filter(lambda row: False), "The train data has no rows"),
     ):
         with nullcontext() if reason is None else pytest.raises(ValueError, match=reason):
             make_trainer(tmp_path, tokenizer, dataset=data, dataset_kwargs={"skip_prepare_dataset": True})

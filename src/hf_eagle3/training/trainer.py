@@ -20,7 +20,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..data import ImageCollator, ImageReader, num_positions, shows_images
 from ..data.answers import locked
-from ..data.checks import check_prepared, report_dropped, row_lengths
+from ..data.checks import check_prepared, first_row, report_dropped, row_lengths
 from ..data.encoded import read_whole
 from ..environment import warn_of_slow_bfloat16
 from ..hub import repo_name
@@ -216,6 +216,7 @@ class Eagle3Trainer(DraftSavingTrainer):
             self._encoded = encode(self, kwargs["train_dataset"], tokenizer, kwargs.get("formatting_func"), "train")
             return self._encoded
         train, *evaluated = all_datasets(kwargs["train_dataset"], kwargs.get("eval_dataset"))
+        first_row(train, "train")  # `SFTTrainer` takes it, and raises an empty `StopIteration` without one
         for dataset, name in [(train, "train"), *((each, "eval") for each in evaluated if each is not None)]:
             if kwargs.get("data_collator") is None or "input_ids" in get_dataset_column_names(dataset):
                 check_prepared(dataset, self.target_vocab_size, name)  # a collator may tokenize
