@@ -95,7 +95,7 @@ def grow_static_tree(
         logits, hidden_states = advance(children[:, expanded], hidden_states[:, place], level + 1, above)
         frontier = [nodes[i] for i in expanded]
     parent_ids = torch.tensor(parents, device=device).expand(batch_size, -1)
-    return DraftTree.from_parents(torch.cat(tokens, dim=1), parent_ids, depth=max(map(len, paths), default=0))
+    return DraftTree.from_parents(torch.cat(tokens, dim=1), parent_ids, depth=max([0, *map(len, paths)]))
 
 
 @torch.no_grad()
