@@ -213,25 +213,26 @@ def attention_in_training(device: str, tiny: bool) -> dict:
     length, steps = (256 if tiny else 640), 3
     documents = (torch.arange(length, device=device) // (length // 3))[None]
     query = torch.randn(1, 8, length, 64, device=device)
-    keys, values = ([torch.randn(1, 2, length, 64, device=device) for _ in range(steps)] for _ in range(2))
+    text = [torch.randn(1, 2, length, 64, device=device) for _ in ("keys", "values")]
+    own = [torch.randn(1, 2, length, steps - 1, 64, device=device) for _ in ("keys", "values")]
     upstream = torch.randn_like(query)
 
     has_backward = device != "cpu"  # of flex attention
 
     def run(attend, dtype):
-        inputs = [each.to(dtype, copy=True).requires_grad_(has_backward) for each in (query, *keys, *values)]
-        output = attend(inputs[0], inputs[1 : 1 + steps], inputs[1 + steps :])
+        inputs = [each.to(dtype, copy=True).requires_grad_(has_backward) for each in (query, *text, *own)]
+        output = attend(inputs[:3], tuple(inputs[3:]))
         if not has_backward:
             return [output]
         output.backward(upstream.to(dtype))
         return [output, *(each.grad for each in inputs)]
 
-    reference = run(lambda q, k, v: blockwise_attention(q, k, v, documents, 0.125), torch.float64)
+    reference = run(lambda of_text, own: blockwise_attention(*of_text, documents, 0.125, own), torch.float64)
     mask = causal_block_mask(documents, padded_length(length))
     attend = attend_by_flex if tiny else compiled_flex()
     errors = {}
     for dtype in (torch.float32, torch.bfloat16):
-        actual = run(lambda q, k, v: merged_attention(q, k, v, mask, 0.125, attend), dtype)
+        actual = run(lambda of_text, own: merged_attention(*of_text, mask, 0.125, own, attend), dtype)
         distances = [(a.double() - b).norm() / b.norm() for a, b in zip(actual, reference)]
         errors[str(dtype).removeprefix("torch.")] = max(distance.item() for distance in distances)
     return {"is_right": errors["float32"] < 1e-3 and errors["bfloat16"] < 2e-2, **errors}

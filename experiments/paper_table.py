@@ -41,7 +41,7 @@ from hf_eagle3.baselines import BASELINES, DFlashForSpeculation, best_static_tre
 from hf_eagle3.environment import environment, folder_or_hub_id, run_script, what_differs
 from hf_eagle3.evaluation import BenchmarkResults, load_prompts, plot_all, run_benchmark
 from hf_eagle3.evaluation.drafts import sampled_digest
-from hf_eagle3.evaluation.results import cells
+from hf_eagle3.evaluation.results import cells, markdown_table
 from hf_eagle3.evaluation.tasks import expand, task_name
 from hf_eagle3.files import write_atomically
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
@@ -176,16 +176,15 @@ def tables(results: BenchmarkResults, facts: dict[str, dict]) -> str:
     ]
     names, parts = ["method", "trained parameters", "training tokens", *columns], []
     for task in dict.fromkeys(row.task for row in results.rows):
-        lines = ["| " + " | ".join(names) + " |", "| " + " | ".join("---" for _ in names) + " |"]
-        rows = [row for row in results.rows if row.task == task]
+        lines, rows = [], [row for row in results.rows if row.task == task]
         for method in dict.fromkeys(row.method for row in rows):
             known = facts.get(DRAFTS.get(method), {})
             line = [method, *(f"{known[name]:,}" if known else "-" for name in ("trained_parameters", "tokens"))]
             by_temperature = {row.temperature: row for row in rows if row.method == method}
             for row in map(by_temperature.get, temperatures):
                 line += ["-"] * 3 if row is None else cells(row)[3:]
-            lines.append("| " + " | ".join(line) + " |")
-        parts.append(f"{task}:\n\n" + "\n".join(lines))
+            lines.append(line)
+        parts.append(f"{task}:\n\n{markdown_table(names, lines)}")
     return "\n\n".join(parts)
 
 

@@ -35,7 +35,7 @@ from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArgumen
 from hf_eagle3.data import count_tokens, most_frequent_tokens
 from hf_eagle3.environment import environment
 from hf_eagle3.evaluation import load_prompts
-from hf_eagle3.evaluation.results import acceptance_length
+from hf_eagle3.evaluation.results import acceptance_length, markdown_table
 from hf_eagle3.remote_code.outputs_eagle3 import aux_hidden_states, select_hidden_states
 from hf_eagle3.tokenizer import load_tokenizer
 from hf_eagle3.training.budget import BY_TIME, SHORT, TimeBudget, TimedEagle3Trainer, train_for
@@ -217,7 +217,7 @@ def main():
     prompts = load_prompts(args.prompts, tokenizer, args.num_prompts)
     settle_arguments(Path(args.output_dir), args, {"prompts": prompts})
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    lines = ["| trained as | steps | tokens | acceptance length, T=0 | T=1 |", "| --- | --- | --- | --- | --- |"]
+    rows = []
     for method in args.methods:
         target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).to(device)
         folder = Path(args.output_dir) / method
@@ -227,8 +227,8 @@ def main():
         steps, tokens = json.loads((folder / "facts.json").read_text())
         draft = Eagle3ForSpeculation.from_pretrained(folder, dtype=target.dtype).to(device).eval()
         lengths = [tree_acceptance_length(target, draft, prompts, T, args.max_new_tokens) for T in (0, 1)]
-        lines.append(f"| {method} | {steps:,} | {steps * tokens:,} | {lengths[0]:.2f} | {lengths[1]:.2f} |")
-    print("\n".join(lines))
+        rows.append([method, f"{steps:,}", f"{steps * tokens:,}", *(f"{length:.2f}" for length in lengths)])
+    print(markdown_table(["trained as", "steps", "tokens", "acceptance length, T=0", "T=1"], rows))
     print(f"{vars(args)}, {environment(device)}")
 
 

@@ -58,6 +58,7 @@ from hf_eagle3.environment import (
 from hf_eagle3.evaluation import (
     METHODS,
     BenchmarkResults,
+    BenchmarkRow,
     compare,
     format_table,
     load_prompts,
@@ -298,6 +299,20 @@ def load_measured_draft(args, dtype: torch.dtype):
     return draft, weights
 
 
+def steps_of(row: BenchmarkRow) -> str:
+    """Returns what the steps of one of our drafts did: how many drafted, and how much of their trees was accepted."""
+    shares = " ".join(f"{share:.2f}" for share in row.acceptance_by_position)
+    if not shares:
+        shares = "none was accepted" if row.drafted_lengths else "there was no tree"
+    alone = "" if row.tree_acceptance_length is None else f" (acceptance length {row.tree_acceptance_length:.2f})"
+    drafting = f"Drafting took {row.draft_share:.0%} of the time. " if row.draft_share else ""
+    return (
+        f"{row.task}, batch size {row.batch_size}, T={row.temperature:g}, {row.method}: of {row.target_forwards} forwards, "
+        f"{row.plain_steps} were plain steps and {row.lookup_steps} verified looked-up tokens. The others read prompts or verified "
+        f"trees. {drafting}The share of trees{alone} with an accepted first, second, ... drafted token: {shares}"
+    )
+
+
 def print_report(args, results: BenchmarkResults, dtype: torch.dtype) -> None:
     """Prints the table, and what explains its figures."""
     rows, run = results.rows, results.run
@@ -315,22 +330,8 @@ def print_report(args, results: BenchmarkResults, dtype: torch.dtype) -> None:
             "may differ once two tokens are nearly tied. experiments/low_precision.py checks that, and --dtype float32 "
             "(--no-bf16 of quickstart.py) rounds much less."
         )
-    for row in rows:
-        if row.accepted_lengths:
-            shares = " ".join(f"{share:.2f}" for share in row.acceptance_by_position)
-            if not shares:
-                shares = "none was accepted" if row.drafted_lengths else "there was no tree"
-            where = f"{row.task}, batch size {row.batch_size}, T={row.temperature:g}, {row.method}"
-            alone = (
-                "" if row.tree_acceptance_length is None else f" (acceptance length {row.tree_acceptance_length:.2f})"
-            )
-            drafting = f"Drafting took {row.draft_share:.0%} of the time. " if row.draft_share else ""
-            print(
-                f"{where}: of {row.target_forwards} forwards, {row.plain_steps} were plain steps and {row.lookup_steps} verified looked-up "
-                f"tokens. The others read prompts or verified trees. {drafting}The share of trees{alone} with an accepted first, "
-                f"second, ... drafted token: {shares}"
-            )
-    if any(row.accepted_lengths for row in rows):
+    if drafted := [row for row in rows if row.accepted_lengths]:
+        print(*map(steps_of, drafted), sep="\n")
         print(
             "The acceptance length in the table is of all decoding steps. Under the tree policy `auto`, plain steps count as "
             "1, and looked-up tokens count. Training's eval_acceptance_length has a whole tree in every step, as with "

@@ -488,7 +488,7 @@ def features_of(target, draft, input_ids):
         target_mass=logits.softmax(-1)[..., draft.draft_token_ids].sum(-1),
         target_tokens=logits.argmax(-1),
         labels=input_ids,
-        documents=documents_of(input_ids),
+        documents=documents_of({"input_ids": input_ids}),
         position_ids=torch.arange(input_ids.shape[1]).expand_as(input_ids),
     )
 

@@ -80,6 +80,14 @@ def make_ttt_batch(target, draft, input_ids, labels=None, attention_mask=None, p
         target_mass=outputs.logits.softmax(-1)[..., draft.draft_token_ids].sum(-1),
         target_tokens=outputs.logits.argmax(-1),
         labels=input_ids if labels is None else labels,
-        documents=documents_of(input_ids, attention_mask, position_ids),
+        documents=documents_of(
+            {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        ),
         position_ids=positions,
     )
+
+
+def losses(trainer):
+    """Trains, and returns the losses that were logged."""
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -39,7 +39,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 # Fields of a configuration that follow from other arguments of [`from_target`].
-OTHERWISE = {
+NOT_OVERRIDES = {
     "draft_vocab_size": "pass the `draft_token_ids` that a draft can propose, or `draft_vocab_size` to the training arguments",
     "dtype": "a draft has its target's. Call `draft.to(dtype)`",
 }
@@ -72,8 +72,8 @@ def from_target(
         ValueError: if no draft can be made for the target, or an override or a token id does not exist.
     """
     check_is_model(target)
-    for name in OTHERWISE.keys() & overrides:
-        raise ValueError(f"`{name}` has no effect here: {OTHERWISE[name]}.")
+    for name in NOT_OVERRIDES.keys() & overrides:
+        raise ValueError(f"`{name}` has no effect here: {NOT_OVERRIDES[name]}.")
     if cls.config_class is Eagle3Config:  # engines know parallel drafts without EAGLE-3.1's norms
         is_parallel = overrides.get("mask_token_id") is not None
         norms = {"fc_norm": not overrides.get("norm_before_fc") and not is_parallel, "norm_output": not is_parallel}

@@ -135,7 +135,7 @@ def test_the_best_static_tree_is_the_best_of_all():
 
 def test_static_trees_with_fewer_tokens_than_ranks():
     logits = torch.tensor([[0.1, 0.9]])
-    tree = grow_static_tree(torch.tensor([[5]]), logits, logits, None, None, Plan("draft", 1, 3, 3), [[0], [1], [2]])
+    tree = grow_static_tree([[0], [1], [2]], torch.tensor([[5]]), logits, logits, None, None, Plan("draft", 1, 3, 3))
     assert tree.tokens.tolist() == [[5, 1, 0, 0]]
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import BLOCK_DRAFTS, make_baseline, make_batch, make_oracle, make_prompt, make_target
 from safetensors.torch import load_file, save_file
+from trainers import make_trainer
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Qwen3Config
 
 from hf_eagle3 import Eagle3ForSpeculation
@@ -303,6 +304,18 @@ def test_the_layout_of_speculators(tmp_path, config, how, has_own):
         assert each.last_generation.drafted_lengths
 
 
+def test_training_saves_a_head_of_the_draft_s_own(tmp_path, tokenizer):
+    """In the precision of the target, for which the trainer copies the draft."""
+    target, head = make_target("llama").bfloat16(), torch.randn(96, 32, generator=torch.Generator().manual_seed(2))
+    folder = write_checkpoint(tmp_path / "draft", SPECULATORS_CONFIG, **{"lm_head.weight": head})
+    settings = {"model": AutoModel.from_pretrained(folder), "max_steps": 1, "ttt_steps": 3, "ttt_warmup": 0}
+    trainer = make_trainer(tmp_path / "run", tokenizer, target=target, **settings)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    loaded = AutoModel.from_pretrained(tmp_path / "saved")
+    assert loaded.dtype == torch.bfloat16 and torch.equal(loaded.lm_head.weight, head.bfloat16())
+
+
 @torch.no_grad()
 def test_each_step_has_the_windows_of_speculators(tmp_path, monkeypatch):
     """The decoder's masks, with a cache and a longer text than the windows."""
@@ -394,7 +407,7 @@ def test_a_cache_and_padding_change_nothing(method):
     draft.borrow_embeddings(target)
     context, block = torch.randn(2, 9, 32), make_prompt(BLOCK, batch_size=2)
     expected = draft(block, context).logits
-    outputs = draft(block, context[:, :5], use_cache=True)
+    outputs = draft(block, context[:, :5])
     outputs.cache.crop(-BLOCK)
     torch.testing.assert_close(draft(block, context[:, 5:], cache=outputs.cache).logits, expected)
     rows = torch.tensor([1, 4])
@@ -663,6 +676,26 @@ def test_what_is_saved_is_the_layout_that_was_read(tmp_path, kind):
     save_file(broken, tmp_path / "saved" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="not those that were saved"):
         AutoModel.from_pretrained(tmp_path / "saved")
+
+
+def test_weights_of_an_earlier_draft_do_not_stay(tmp_path):
+    """Neither a file beside shards, nor an index beside a file."""
+    target = make_target("llama")
+    draft = make_baseline("dflash", target)
+    for size in ("50GB", "20KB", "50GB"):
+        draft.fc.weight.data += 1
+        draft.save_pretrained(tmp_path, max_shard_size=size)
+        assert torch.equal(AutoModel.from_pretrained(tmp_path).fc.weight, draft.fc.weight)
+        assert (tmp_path / "model.safetensors").exists() == (size == "50GB")
+        assert (tmp_path / "model.safetensors.index.json").exists() == (size != "50GB")
+
+
+def test_a_draft_that_could_not_be_loaded_again_is_not_saved(tmp_path):
+    draft = make_baseline("dflash", make_target("llama"))
+    draft.config.mask_token_id = 96
+    with pytest.raises(ValueError, match="could not be loaded again.*`mask_token_id` is 96"):
+        draft.save_pretrained(tmp_path / "draft")
+    assert not (tmp_path / "draft").exists()
 
 
 def test_weights_that_could_not_be_loaded_again_are_not_saved(tmp_path):

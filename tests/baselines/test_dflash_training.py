@@ -8,13 +8,7 @@ import torch
 from conftest import BLOCK_DRAFTS, VOCAB_SIZE, features_of, make_baseline, make_prompt, make_target
 
 from hf_eagle3.baselines import BASELINES
-from hf_eagle3.baselines.dflash_training import (
-    attend_to_blocks,
-    attend_to_text_by_flex,
-    block_attention,
-    draw_rows,
-    text_mask,
-)
+from hf_eagle3.baselines.dflash_training import BlockCache, attend_by_padded_flex, draw_rows, padded_mask
 from hf_eagle3.training import ttt
 from hf_eagle3.training.ttt import TTTBatch, draft_loss
 
@@ -168,10 +162,11 @@ def test_flex_attention_gives_the_same(is_causal):
     query = torch.randn(batch_size, 4, 12, 16)
     keys, values = torch.randn(2, batch_size, 2, num_keys, 16)
     own_keys, own_values = torch.randn(2, batch_size, 2, 12, 16)
-    of_text = attend_to_text_by_flex(query, keys, values, text_mask(documents, rows, block_size, 128, 128), 0.3)
-    by_flex = attend_to_blocks(query, own_keys, own_values, *of_text, 0.3, block_size, is_causal)
-    expected = block_attention(query, own_keys, own_values, keys, values, documents, rows, 0.3, block_size, is_causal)
-    torch.testing.assert_close(by_flex, expected)
+    cache = BlockCache(documents, rows, block_size, is_causal)
+    cache.update(keys, values, 0)
+    mask = padded_mask(documents, cache.rows, block_size, is_causal, 128, 256)
+    by_flex = attend_by_padded_flex(query, (keys, values), (own_keys, own_values), mask, 0.3)
+    torch.testing.assert_close(by_flex, cache.attend(0, query, own_keys, own_values, 0.3))
 
 
 @pytest.mark.parametrize("method", list(BLOCK_DRAFTS))

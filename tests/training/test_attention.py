@@ -47,7 +47,7 @@ def dense_attention(query, key, value, block_mask, scale):
 
 @pytest.mark.parametrize("num_steps", [1, 2, 7])
 @pytest.mark.parametrize("path", ["one block", "blocks", "merged", "merged, padded", "flex"])
-def test_attention_and_its_gradients_equal_the_naive_ones(path, num_steps):
+def test_attention_and_its_gradients_equal_the_naive_ones(monkeypatch, path, num_steps):
     generator = torch.Generator().manual_seed(0)
     device = "cuda" if path == "flex" and torch.cuda.is_available() else "cpu"
     has_gradients = path != "flex" or device == "cuda"
@@ -58,13 +58,14 @@ def test_attention_and_its_gradients_equal_the_naive_ones(path, num_steps):
     query, keys, values = randn(4), [randn(2) for _ in range(num_steps)], [randn(2) for _ in range(num_steps)]
     documents = torch.tensor([[1] * 13, [1] * 4 + [2] * 6 + [-1] * 3], device=device)
     upstream = torch.randn(2, 4, 13, 16, generator=generator).to(device)
+    own = tuple(torch.stack(states[1:], dim=3) for states in (keys, values) if num_steps > 1)
     if "block" not in path:
         attend = attend_by_flex if path == "flex" else dense_attention
         mask = causal_block_mask(documents, 32 if path == "merged, padded" else None)
-        output = merged_attention(query, keys, values, mask, 0.3, attend)
+        output = merged_attention(query, keys[0], values[0], mask, 0.3, own, attend)
     else:
-        block_size = 5 if path == "blocks" else 512
-        output = blockwise_attention(query, keys, values, documents, 0.3, block_size=block_size)
+        monkeypatch.setattr(attention, "BLOCK_SIZE", 5 if path == "blocks" else 512)
+        output = blockwise_attention(query, keys[0], values[0], documents, 0.3, own)
     expected = naive_attention(query, keys, values, documents, 0.3)
     torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
     if has_gradients:
@@ -104,9 +105,9 @@ def test_large_heads_need_much_shared_memory(monkeypatch, memory, fits):
         on_amd.setattr(torch.version, "hip", "7.0")
         assert fits_flex(torch.zeros(1, 2, 3, 256))
     documents, calls = torch.zeros(1, 4).long(), []
-    for module, merge in ((attention, "merged_attention"), (dflash_training, "attend_to_text_by_flex")):
+    for module, by_flex in ((attention, "merged_attention"), (dflash_training, "attend_by_padded_flex")):
         monkeypatch.setattr(module, "can_compile_flex", lambda _: True)
-        monkeypatch.setattr(module, merge, lambda *args: calls.append(args) or (args[0], args[0][..., 0]))
+        monkeypatch.setattr(module, by_flex, lambda query, *args, **kwargs: calls.append(args) or query)
     states = torch.rand(1, 2, 8, 96)
     for cache in (TTTCache(documents), BlockCache(documents, documents, 2, is_causal=False)):
         query = states[:, :, : 4 if isinstance(cache, TTTCache) else 8]

@@ -1,17 +1,17 @@
 """Base classes of other methods' drafts and their configurations."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedModel
 
 from ..checkpoints.files import check_repo, verifier_without_path
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.draft_model_eagle3 import DraftModel
-from ..remote_code.tree_eagle3 import DraftTree, Plan
+from ..remote_code.tree_eagle3 import DraftTree
 from .static_tree import GUESSED_ACCURACIES, best_static_tree, grow_static_tree
 
 
@@ -85,23 +85,11 @@ class BaselineDraft(DraftModel):
         """See [`~draft_model_eagle3.DraftModel.from_target`]."""
         return super().from_target(target, *args, **cls.default_overrides(target, overrides))
 
-    def grow_tree(
-        self,
-        root: torch.Tensor,
-        logits: torch.Tensor,
-        hidden_states: torch.Tensor,
-        advance: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-        token_ids: torch.Tensor | None,
-        plan: Plan,
-        threshold: float = 0.0,
-        power: float | torch.Tensor = 1.0,
-        guess: Callable[[torch.Tensor, int], torch.Tensor] | None = None,
-    ) -> DraftTree:
-        """Returns the static tree, or without one that of [`~tree_eagle3.grow_tree`]."""
-        arguments = root, logits, hidden_states, advance, token_ids, plan
-        if self.config.static_tree is None:
-            return DraftModel.grow_tree(*arguments, threshold, power, guess)
-        return grow_static_tree(*arguments, self.config.static_tree, guess)
+    @property
+    def grow_tree(self) -> Callable[..., DraftTree]:  # type: ignore[override]
+        """[`~static_tree.grow_static_tree`] with the draft's tree, or without one [`~tree_eagle3.grow_tree`]."""
+        tree = self.config.static_tree
+        return DraftModel.grow_tree if tree is None else partial(grow_static_tree, tree)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """

@@ -15,17 +15,14 @@ from transformers import DynamicCache, PreTrainedModel, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, rotate_half
 from transformers.utils import logging
 
-from ..checkpoints.files import check_finite, check_folder
 from ..file_checks import read_json
 from ..making import logit_factor
 from ..remote_code.accept_eagle3 import Sampler
 from ..remote_code.attention_eagle3 import additive_mask
-from ..remote_code.configuration_eagle3 import tree_settings
 from ..remote_code.devices_eagle3 import on_device, reads_without_sync
 from ..remote_code.draft_model_eagle3 import DraftModel
 from ..remote_code.drafter_eagle3 import Drafter
 from ..remote_code.embedding_eagle3 import table_of
-from ..remote_code.loading_eagle3 import weights_digest
 from ..remote_code.modeling_eagle3 import (
     Eagle3Attention,
     Eagle3Head,
@@ -160,15 +157,12 @@ class DFlashDecoderLayer(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        *,
+        context: tuple[torch.Tensor, Rotary] | None,  # the target's fused states, and their rotary embedding
         cache: Any,
-        context: torch.Tensor | None = None,
-        context_position_embeddings: Rotary | None = None,
         **attention_kwargs: Any,
     ) -> torch.Tensor:
         if context is not None:
-            assert context_position_embeddings is not None
-            self.self_attn.read_context(context, context_position_embeddings, cache)
+            self.self_attn.read_context(*context, cache)
         normed = self.input_layernorm(hidden_states)
         hidden_states = hidden_states + self.self_attn(normed, cache=cache, **attention_kwargs)
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
@@ -282,31 +276,19 @@ class DFlashForSpeculation(BaselineDraft):
         **kwargs: Any,
     ) -> None:
         """
-        See [`~transformers.PreTrainedModel.save_pretrained`]. The layout is z-lab's. The target's head is left out, and so
-        is our code. Raises `ValueError` if the folder has another model, and for `push_to_hub=True`.
+        See [`~draft_model_eagle3.DraftModel.save_pretrained`]. The layout is z-lab's. The target's head is left out, and so
+        is our code.
         """
-        if any(args[:1]) or kwargs.get("push_to_hub"):
-            raise ValueError(
-                "`push_to_hub=True` would push over whatever is in the repo. Call `draft.push_to_hub(repo_id)`, which checks that."
-            )
-        tree_settings(self.generation_config)  # with others it could not be loaded
-        check_finite(self, save_directory)
-        if is_main_process:
-            check_folder(save_directory)
         if self.config.follows_speculators and "sliding_attention" in self.config.transformer_layer_config.layer_types:
             logger.warning(
                 "This draft's sliding windows count from the known token, as in `speculators`. It is saved in z-lab's layout, of "
                 "which engines count them from each token: there it would be accepted less often."
             )
         weights = dict(self.state_dict() if state_dict is None else state_dict)
-        if is_main_process and all(type(weight) is torch.Tensor and not weight.is_meta for weight in weights.values()):
-            if self._keys_to_ignore_on_save:
-                weights["lm_head.weight"] = weights["lm_head.weight"][:0]  # as when it is loaded
-            self.config.weights_digest = weights_digest(weights)
-        try:
-            PreTrainedModel.save_pretrained(self, save_directory, is_main_process, weights, *args, **kwargs)
-        finally:
-            self.config.weights_digest = None
+        head = weights.get("lm_head.weight")
+        if self._keys_to_ignore_on_save and type(head) is torch.Tensor:  # not a shard
+            weights["lm_head.weight"] = head[:0]  # as when it is loaded
+        super().save_pretrained(save_directory, is_main_process, weights, *args, **kwargs)
 
     def validate_target(self, target: PreTrainedModel) -> None:
         """See [`~draft_model_eagle3.DraftModel.validate_target`]."""
@@ -396,7 +378,6 @@ class DFlashForSpeculation(BaselineDraft):
         attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
         position_ids: torch.Tensor | None = None,
         cache: Any = None,
-        use_cache: bool | None = None,
         inputs_embeds: torch.Tensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
@@ -415,9 +396,8 @@ class DFlashForSpeculation(BaselineDraft):
             position_ids (`torch.LongTensor` of shape `(batch_size, context_length + block_size)`, *optional*):
                 Positions of the context, then of the block. By default they continue those of the cache.
             cache (`Cache`, *optional*):
-                The draft's cache. Context and block are added to it. Crop the block before the next pass:
-                `cache.crop(-block_size)`.
-            use_cache (`bool`, *optional*, defaults to `False`): Whether to return a cache if none is passed.
+                The draft's cache, by default a new one. Context and block are added to it. Crop the block before the next
+                pass: `cache.crop(-block_size)`.
             inputs_embeds (`torch.FloatTensor` of shape `(batch_size, block_size, hidden_size)`, *optional*):
                 Embeddings to read instead of `input_ids`.
             logits_to_keep (`int` or `torch.LongTensor`, *optional*, defaults to `0`):
@@ -438,8 +418,7 @@ class DFlashForSpeculation(BaselineDraft):
             assert input_ids is not None
             inputs_embeds = self.embed(input_ids)
         num_context, num_queries = 0 if hidden_states is None else hidden_states.shape[1], inputs_embeds.shape[1]
-        returned = cache if cache is not None or not use_cache else DynamicCache()
-        cache = DynamicCache() if returned is None else returned
+        cache = DynamicCache() if cache is None else cache
         device = inputs_embeds.device
         if position_ids is None:
             past_length = cache.get_seq_length()
@@ -452,7 +431,7 @@ class DFlashForSpeculation(BaselineDraft):
             masks = self.masks(visible.bool(), (keys[-num_queries:, None] - keys)[None], inputs_embeds.dtype)
         rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         states = self.run_layers(inputs_embeds, hidden_states, position_ids, masks, cache)[:, rows]
-        return Eagle3Output(logits=self.logits_of(states), last_hidden_state=states, cache=returned)
+        return Eagle3Output(logits=self.logits_of(states), last_hidden_state=states, cache=cache)
 
     def run_layers(
         self,
@@ -463,16 +442,13 @@ class DFlashForSpeculation(BaselineDraft):
         cache: Any,
     ) -> torch.Tensor:
         """Returns the states that the head reads, `(B, S, H)`. See [`forward`]; `masks` are by layer type."""
-        states, num_context = inputs_embeds * self.config.input_embedding_scale, 0
-        context: dict[str, Any] = {}
+        states, context = inputs_embeds * self.config.input_embedding_scale, None
         if hidden_states is not None:
-            num_context = hidden_states.shape[1]
-            rotary = self.rotary_emb(hidden_states, position_ids[:, :num_context])
-            context = {"context": hidden_states, "context_position_embeddings": rotary}
-        rotary = self.rotary_emb(states, position_ids[:, num_context:])
+            context = hidden_states, self.rotary_emb(hidden_states, position_ids[:, : hidden_states.shape[1]])
+        rotary = self.rotary_emb(states, position_ids[:, -states.shape[1] :])
         for layer, layer_type in zip(self.layers, self.config.transformer_layer_config.layer_types, strict=True):
             mask = masks[layer_type]
-            states = layer(states, cache=cache, **context, position_embeddings=rotary, attention_mask=mask)
+            states = layer(states, context=context, cache=cache, position_embeddings=rotary, attention_mask=mask)
         return self.norm(states)
 
     def logits_of(self, states: torch.Tensor) -> torch.Tensor:

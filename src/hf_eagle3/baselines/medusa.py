@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -154,11 +155,9 @@ class HeadsProposer(Proposer):
             num_nodes = tokens.shape[1]
             return logits.expand(-1, num_nodes, -1), hidden_states.expand(-1, num_nodes, -1)
 
-        def guess(logits: torch.Tensor, level: int) -> torch.Tensor:
-            return sampler.guess(logits, level, token_ids)
-
         token_ids = None if draft.d2t is None else draft.draft_token_ids
-        settings = self.call.threshold, self.call.calibration.power, None if sampler is None else guess
+        guess = None if sampler is None else partial(sampler.guess, token_ids=token_ids)
+        settings = self.call.threshold, self.call.calibration.power, guess
         plan = plan._replace(depth=min(plan.depth, len(heads)))
         return draft.grow_tree(
             root_tokens, heads[0](hidden_states), hidden_states, advance, token_ids, plan, *settings

@@ -52,18 +52,20 @@ def part_of_tree(tree: list[list[int]], plan: Plan) -> list[tuple[int, ...]]:
 
 
 def grow_static_tree(
+    tree: list[list[int]],
     root_tokens: torch.Tensor,
     logits: torch.Tensor,
     hidden_states: torch.Tensor,
     advance: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     token_ids: torch.Tensor | None,
     plan: Plan,
-    tree: list[list[int]],
+    threshold: float = 0.0,
+    power: float | torch.Tensor = 1.0,
     guess: Callable[[torch.Tensor, int], torch.Tensor] | None = None,
 ) -> DraftTree:
     """
     Fills a static `tree` (see [`best_static_tree`]) with the draft's tokens. For the other arguments see
-    [`~tree_eagle3.grow_tree`].
+    [`~tree_eagle3.grow_tree`]. `threshold` and `power` have no effect, because the draft's confidence does not count.
     """
     paths = part_of_tree(tree, plan)
     number: dict[tuple[int, ...], int] = {(): 0} | {path: i for i, path in enumerate(paths, start=1)}
@@ -93,7 +95,7 @@ def grow_static_tree(
         logits, hidden_states = advance(children[:, expanded], hidden_states[:, place], level + 1, above)
         frontier = [nodes[i] for i in expanded]
     parent_ids = torch.tensor(parents, device=device).expand(batch_size, -1)
-    return DraftTree.from_parents(torch.cat(tokens, dim=1), parent_ids, depth=max(map(len, paths), default=0))
+    return DraftTree.from_parents(torch.cat(tokens, dim=1), parent_ids, depth=max([0, *map(len, paths)]))
 
 
 @torch.no_grad()

@@ -119,7 +119,7 @@ def check_saving(draft: "DraftModel", folder: str | Path, is_main_process: bool)
     not, and warns if it does not name its target.
     """
     check_finite(draft, folder)
-    if draft.get_output_embeddings().out_features == 0:
+    if draft.get_output_embeddings().out_features == 0 and not draft._keys_to_ignore_on_save:  # of block drafts
         raise ValueError("This draft stores no head and uses its target's. Call `draft.pair_with(target)` first.")
     quantization = getattr(draft.config, "quantization_config", None)
     if draft.d2t is not None and getattr(quantization, "quant_method", None) == "torchao":

@@ -3,8 +3,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -182,18 +181,22 @@ class TimedGeneration:
         device, draft = self.target.device, self.assistance[method].get("assistant_model")
         ours = draft if hasattr(draft, "assisted_decoding") else None
         set_seed(seed)
-        with counting_forwards(self.target) as num_forwards:
+        forwards: list[None] = []
+        hook = self.target.register_forward_pre_hook(lambda *_: forwards.append(None))
+        try:
             counts_memory = reset_peak_memory(device)
             synchronize(device)
             start = time.perf_counter()
             sequences = self.target.generate(**inputs, **self.settings, **mode, **self.assistance[method])
             synchronize(device)
             seconds = time.perf_counter() - start
+        finally:
+            hook.remove()
         stats = Eagle3GenerationStats() if ours is None else ours.last_generation
         facts = {
             "seconds": seconds,
             "draft_seconds": stats.draft_seconds,
-            "target_forwards": num_forwards[0],
+            "target_forwards": len(forwards),
             "accepted_lengths": Counter(stats.accepted_lengths),
             "drafted_lengths": Counter(stats.drafted_lengths),
             "plain_steps": stats.plain_steps,
@@ -306,21 +309,6 @@ def whole_repeats(results: BenchmarkResults, methods: Sequence[str]) -> set[tupl
     }
     results.measurements[:] = [each for each in results.measurements if key(each) in whole]
     return whole
-
-
-@contextmanager
-def counting_forwards(target: PreTrainedModel) -> Iterator[list[int]]:
-    """Yields a list with one number: the target's forward passes."""
-    count = [0]
-
-    def add(module: torch.nn.Module, arguments: tuple) -> None:
-        count[0] += 1
-
-    handle = target.register_forward_pre_hook(add)
-    try:
-        yield count
-    finally:
-        handle.remove()
 
 
 def synchronize(device: torch.device) -> None:

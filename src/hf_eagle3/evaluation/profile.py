@@ -13,6 +13,7 @@ import torch
 from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from .benchmark import synchronize
+from .results import markdown_table
 
 
 PROMPT, REST = "prompt", "Python and the rest"
@@ -140,9 +141,6 @@ def timed_parts(draft: PreTrainedModel, device: torch.device, times: OwnTimes) -
 def format_profile(profiled: dict) -> str:
     """Returns a profile as a Markdown table."""
     step = sum(profiled["seconds"].values())
-    lines = ["| part of a step | ms | share |", "| --- | --- | --- |"]
-    lines += [
-        f"| {part} | {1000 * seconds:.2f} | {seconds / step:.0%} |" for part, seconds in profiled["seconds"].items()
-    ]
-    lines.append(f"| all | {1000 * step:.2f} | 100% |")
-    return "\n".join(lines)
+    seconds = {**profiled["seconds"], "all": step}
+    rows = [[part, f"{1000 * each:.2f}", f"{each / step:.0%}"] for part, each in seconds.items()]
+    return markdown_table(["part of a step", "ms", "share"], rows)

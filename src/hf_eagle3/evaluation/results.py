@@ -126,11 +126,9 @@ class BenchmarkRow:
             return sum(repeat[name] for repeat in repeats)
 
         def pooled(name: str) -> Counter[int]:
-            lengths: Counter[int] = Counter()
-            for repeat in repeats:
-                for length, count in repeat[name].items():  # JSON has texts as keys
-                    lengths[int(length)] += count
-            return lengths
+            # JSON has texts as keys.
+            counts = (Counter({int(length): count for length, count in repeat[name].items()}) for repeat in repeats)
+            return sum(counts, Counter())
 
         memory = [repeat["peak_memory"] for repeat in repeats if repeat["peak_memory"] is not None]
         first, differing = repeats[0], {prompt for repeat in repeats for prompt in repeat["differing"]}
@@ -282,8 +280,13 @@ def format_table(rows: Sequence[BenchmarkRow]) -> str:
         header.append("peak memory, MiB")
         memory = ("-" if row.peak_memory is None else f"{row.peak_memory:.0f}" for row in rows)
         table = [[*line, cell] for line, cell in zip(table, memory)]
-    lines = [header, ["---"] * len(header), *table]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(header, table)
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Returns a Markdown table with these cells."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 MIN_REPEATS = 5  # in each run, or noise could not be ruled out
@@ -316,10 +319,8 @@ def compare(before: BenchmarkResults, after: BenchmarkResults) -> str:
     Args:
         before, after ([`BenchmarkResults`]): The runs.
     """
-    lines = [
-        "| task | batch size | T | method | speed-up before | after | change | exceeds the noise |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    header = ["task", "batch size", "T", "method", "speed-up before", "after", "change", "exceeds the noise"]
+    table = []
     old, new = (
         {(row.task, row.batch_size, row.temperature, row.method): row for row in results.rows if row.method != "plain"}
         for results in (before, after)
@@ -332,11 +333,10 @@ def compare(before: BenchmarkResults, after: BenchmarkResults) -> str:
             verdict = f"too few repeats to tell: {MIN_REPEATS} are needed"
         else:
             verdict = "yes" if chance(was.speedups, row.speedups) < SIGNIFICANT else "no"
-        change = row.median_speedup / was.median_speedup - 1
-        speedups = f"{was.median_speedup:.2f} | {row.median_speedup:.2f} | {change:+.1%}"
-        lines.append(
-            f"| {row.task} | {row.batch_size} | {row.temperature:g} | {row.method} | {speedups} | {verdict} |"
-        )
+        speedups = [f"{was.median_speedup:.2f}", f"{row.median_speedup:.2f}"]
+        change = f"{row.median_speedup / was.median_speedup - 1:+.1%}"
+        table.append([row.task, row.batch_size, f"{row.temperature:g}", row.method, *speedups, change, verdict])
+    lines = [markdown_table(header, table)]
     for when, rows, others in (("before", old, new), ("after", new, old)):
         for task, batch_size, temperature, method in [key for key in rows if key not in others]:
             lines.append(f"\nOnly {when}: {task}, batch size {batch_size}, T={temperature:g}, {method}.")

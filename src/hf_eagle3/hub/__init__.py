@@ -1,17 +1,9 @@
 """Pushing a draft to the Hub, with its model card."""
 
-from .card import BENCHMARK_RECORD, TRAINING_RECORD, is_edited, render_card
+from .card import is_edited, render_card
 from .licenses import check_license
-from .push import (
-    card_of_records,
-    card_on_hub,
-    push_draft,
-    read_record,
-    refresh_card,
-    repo_name,
-    write_draft,
-    write_records,
-)
+from .push import card_of_records, card_on_hub, push_draft, refresh_card, repo_name, write_draft
+from .records import BENCHMARK_RECORD, TRAINING_RECORD, read_record, write_records
 
 
 __all__ = [

@@ -22,12 +22,10 @@ from ..checkpoints.engines import check_vllm
 from ..environment import public_name
 from ..evaluation import BenchmarkResults, BenchmarkRow, format_table
 from ..evaluation.plots import plot_names
-from ..evaluation.results import TITLES
+from ..evaluation.results import TITLES, markdown_table
 from ..remote_code.configuration_eagle3 import FLAGS, tree_settings
 
 
-TRAINING_RECORD = "training.json"
-BENCHMARK_RECORD = "benchmark.jsonl"
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 RECIPE_TEMPLATE = Path(__file__).with_name("recipe_card.md.jinja")
 # People search for drafts by these tags.
@@ -186,13 +184,12 @@ def from_template(template: Path, data: ModelCardData, **texts: Any) -> ModelCar
 
 def published_table(published: Sequence[dict]) -> str:
     """Returns others' figures as a Markdown table."""
-    lines = ["| draft | conditions | metric | figures | source |", "| --- | --- | --- | --- | --- |"]
+    rows = []
     for each in published:
         figures = ", ".join(f"{task} {value:.2f}" for task, value in each["figures"].items())
         source = f"[{each['source']}]({each['url']}), {each['date']}"
-        draft = f"{each['draft']} ({each['by']})"
-        lines.append(f"| {draft} | {each['conditions']} | {each['metric']} | {figures} | {source} |")
-    return "\n".join(lines) if published else ""
+        rows.append([f"{each['draft']} ({each['by']})", each["conditions"], each["metric"], figures, source])
+    return markdown_table(["draft", "conditions", "metric", "figures", "source"], rows) if rows else ""
 
 
 def engine_tags(draft: PreTrainedModel | None, adapter_of: str | None) -> list[str]:

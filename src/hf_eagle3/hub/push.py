@@ -1,6 +1,5 @@
 """Pushing a draft with its card and records to the Hub."""
 
-import json
 import re
 import tempfile
 from collections.abc import Sequence
@@ -27,28 +26,34 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from ..checkpoints.files import check_new_folder, check_repo, full_name, operations, verifier_without_path
-from ..environment import is_missing_folder, is_path, public_name, without_paths
-from ..evaluation import BenchmarkResults, plot_all
+from ..environment import is_path, public_name, without_paths
+from ..evaluation import BenchmarkResults
 from ..evaluation.plots import PLOTS
 from ..file_checks import read_json
-from ..files import write_atomically
 from ..remote_code.configuration_eagle3 import Eagle3Config
-from ..remote_code.loading_eagle3 import weights_digest
 from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation
-from ..tensor_names import find
-from .card import BENCHMARK_RECORD, ENGINE_TAGS, TRAINING_RECORD, is_edited, is_hub_id, render_card
+from .card import ENGINE_TAGS, is_edited, is_hub_id, render_card
 from .licenses import check_license, license_of
+from .records import (
+    BENCHMARK_RECORD,
+    TRAINING_RECORD,
+    read_record,
+    records_about,
+    records_of,
+    weights_of,
+    write_records,
+)
 
 
 logger = logging.get_logger(__name__)
 
-GONE = (
+UNKNOWN_TARGET = (
     "The draft's target is {!r}, which is no folder here, and no model on the Hub that this token can read. Users of the draft could "
     "not find it. Push with the target's name on the Hub (`recipes/push.py --target OWNER/NAME`), with a token that can read that, or "
     "from where its folder is."
 )
 # Files of an earlier push. They may belong to other weights, or another version of the code.
-REPLACED = (
+EARLIER_FILES = (
     TRAINING_RECORD,
     BENCHMARK_RECORD,
     *PLOTS,
@@ -59,22 +64,6 @@ REPLACED = (
     "*.bin.index.json",
     "adapter_*",
 )
-NUMBER = int | float
-# The types of what a card tells of a training, by the parts of its record.
-FACTS: dict[str, dict[str, Any]] = {
-    "": {
-        "arguments": dict,
-        "command": str | None,
-        "datasets": list,
-        "epochs": NUMBER,
-        "num_processes": int,
-        "seconds": NUMBER | None,
-        "sequences_per_step": int,
-        "steps": int,
-    },
-    "environment": dict.fromkeys(("hf_eagle3", "machine", "torch", "transformers"), str),
-    "evaluation": dict.fromkeys(("acceptance_length", "accuracy_0"), NUMBER),
-}
 
 
 def repo_name(verifier: str) -> str:
@@ -135,7 +124,7 @@ def push_draft(
     repo_id = full_name(repo_id, token)
     check_repo(repo_id, revision, token)
     if is_hub_id(verifier := draft.config.verifier) and not api.repo_exists(verifier, token=token):
-        raise ValueError(GONE.format(verifier))
+        raise ValueError(UNKNOWN_TARGET.format(verifier))
     # A new branch begins as a copy of the main branch.
     existing = card_on_hub(repo_id, revision, token) or card_on_hub(repo_id, None, token)
     with tempfile.TemporaryDirectory() as folder:
@@ -163,7 +152,7 @@ def push_draft(
         # `upload_folder` may need several commits, and deletes in folders, too.
         return api.create_commit(
             repo_id,
-            operations(Path(folder), api.list_repo_files(repo_id, revision=revision, token=token), REPLACED),
+            operations(Path(folder), api.list_repo_files(repo_id, revision=revision, token=token), EARLIER_FILES),
             commit_message=commit_message or "Upload draft",
             commit_description=commit_description,
             token=token,
@@ -212,7 +201,7 @@ def write_draft(
         benchmark = BenchmarkResults(without_paths(benchmark.run), benchmark.measurements)
     verifier = draft.config.verifier
     if not is_path(verifier) and re.search(r"\\|/.*/", verifier):  # ids of the Hub have one slash
-        raise ValueError(GONE.format(verifier))
+        raise ValueError(UNKNOWN_TARGET.format(verifier))
     if draft.config.speculators_config is not None and not is_hub_id(verifier):  # without it, saving warns
         logger.warning(
             f"The draft's target is {verifier}, which is not on the Hub, so nobody else can use the draft. The published files name it "
@@ -224,111 +213,6 @@ def write_draft(
         rendered = render_card(repo_id, draft, training=training, benchmark=benchmark, **card)
     rendered.save(folder / "README.md")
     return rendered
-
-
-def records_of(
-    draft: Eagle3ForSpeculation,
-    training: dict | None,
-    benchmark: BenchmarkResults | None,
-    token: bool | str | None = None,
-) -> tuple[dict | None, BenchmarkResults | None]:
-    """
-    Returns the training record and the benchmark of a draft: those that are passed, or else those beside the draft that are
-    about its weights. Raises `ValueError` if one that is passed is about other weights.
-    """
-    source = draft.config._name_or_path
-    given: dict[str, Any] = {TRAINING_RECORD: training, BENCHMARK_RECORD: benchmark}
-    found = dict(given)
-    for name, record in given.items():
-        if record is None and source:
-            found[name] = record_beside(source, name, token=token, **getattr(draft, "loaded_with", {}))
-    if not any(found.values()):
-        return None, None
-    digest = weights_digest(draft.state_dict())
-    for name, record in given.items():
-        if record is not None and weights_of(record) != digest:
-            raise ValueError(
-                f"The {Path(name).stem} record is about other weights. Measure this draft (`recipes/benchmark.py --json`)."
-            )
-    return records_about(digest, found, source)
-
-
-def records_about(
-    digest: str | None, found: dict[str, Any], source: str
-) -> tuple[dict | None, BenchmarkResults | None]:
-    """Returns the training record and the benchmark that are about the weights with this digest. Warns of others."""
-    kept = dict(found)
-    for name, record in found.items():
-        if record is not None and weights_of(record) != digest:
-            logger.warning(f"{name} of {source} is about other weights than this draft's, and is left out.")
-            kept[name] = None
-    return kept[TRAINING_RECORD], kept[BENCHMARK_RECORD]
-
-
-def record_beside(source: str, name: str, **hub_kwargs: Any) -> dict | BenchmarkResults | None:
-    """Returns a record from the folder or repo that a draft was loaded from, or `None`, also if the folder is gone."""
-    if is_missing_folder(source):
-        return None
-    try:
-        path = find(source, name, **hub_kwargs)
-    except OSError as error:
-        if isinstance(error.__cause__, RepositoryNotFoundError):
-            return None
-        raise
-    return None if path is None else read_record(path)
-
-
-def weights_of(record: dict | BenchmarkResults | None) -> str | None:
-    """Returns the digest of the weights that a record is about."""
-    run = record.run if isinstance(record, BenchmarkResults) else record or {}
-    return run.get("draft_weights")
-
-
-def read_record(path: Path) -> dict | BenchmarkResults | None:
-    """
-    Reads a record of training or of a benchmark. Returns `None` if there is no such file.
-
-    Args:
-        path (`Path`): The file. A name that ends in `.jsonl` has [`BenchmarkResults`].
-    """
-    if not path.is_file():
-        return None
-    if path.suffix == ".jsonl":
-        return BenchmarkResults.read(path)
-    record = read_json(path)
-    check_training(record, path)
-    return record
-
-
-def check_training(record: dict, path: Path) -> None:
-    """Raises `ValueError` if a record of training lacks what the card tells, or has it in another type."""
-    wrong: list[str] = []
-    for part, kinds in FACTS.items():
-        held = record.get(part) if part else record
-        if held or part != "evaluation":  # there need not be one
-            held = held if isinstance(held, dict) else {}
-            wrong += [f"{part} {name}".strip() for name, kind in kinds.items() if not isinstance(held.get(name), kind)]
-    if wrong:
-        raise ValueError(
-            f"{path} is not as training wrote it. Missing or of another type: {', '.join(wrong)}. Correct it, or delete the file. "
-            "The card then says that the training is not recorded."
-        )
-
-
-def write_records(folder: Path, training: dict | None, benchmark: BenchmarkResults | None) -> None:
-    """
-    Writes a draft's records, and the plots of its benchmark, beside its weights.
-
-    Args:
-        folder (`Path`): The draft's folder.
-        training (`dict`, *optional*): How it was trained.
-        benchmark ([`BenchmarkResults`], *optional*): What was measured with it.
-    """
-    if training is not None:
-        write_atomically(folder / TRAINING_RECORD, json.dumps(training, indent=2) + "\n")
-    if benchmark is not None:
-        benchmark.write(folder / BENCHMARK_RECORD)
-        plot_all(benchmark, folder)
 
 
 def card_on_hub(repo_id: str, revision: str | None = None, token: bool | str | None = None) -> ModelCard | None:

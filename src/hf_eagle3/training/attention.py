@@ -3,9 +3,9 @@ Attention during training-time test: within a document it is causal to the keys 
 later step. CUDA devices compute it by flex attention, if there is Triton. Others compute it block by block.
 """
 
-import functools
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,7 +22,20 @@ BLOCK_SIZE = 512
 
 
 class UnrollCache:
-    """A draft's cache in training, which computes the attention to the keys that it keeps."""
+    """
+    A draft's cache in training. It keeps the keys and values of a text, whose tokens are in the documents `(B, L)`, and computes
+    the attention to them.
+    """
+
+    def __init__(self, documents: torch.Tensor):
+        self.documents = documents
+        self.text: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer: (keys, values) (B, H_kv, L, D)
+        self.block_mask: BlockMask | None = None  # for flex attention
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keeps the first keys and values of each layer, which are those of the text."""
+        self.text.setdefault(layer_idx, (keys, values))
+        return keys, values
 
     def attention_forward(
         self,
@@ -44,71 +57,37 @@ class UnrollCache:
 
 
 class TTTCache(UnrollCache):
-    """
-    The draft's cache during an unroll. It keeps the keys of every step and computes the attention to them, within the
-    documents `(B, L)`.
-    """
+    """The draft's cache during an unroll. It also keeps the keys and values of each row at its later steps."""
 
     def __init__(self, documents: torch.Tensor):
-        self.documents = documents
-        self.steps: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # layer: [(keys, values) (B, H_kv, L, D)]
-        self.block_mask = None
+        super().__init__(documents)
+        self.rows: torch.Tensor | None = None  # (B, M): the rows of the text that go on. By default all
+        self.own: dict[int, tuple[torch.Tensor, ...]] = {}  # layer: (keys, values) (B, H_kv, M, steps, D)
         if can_compile_flex(documents.device):  # compiling takes longer than many steps, so few lengths are compiled
             self.block_mask = causal_block_mask(documents, padded_length(documents.shape[1]))
 
+    def keep(self, kept: torch.Tensor, rows: torch.Tensor) -> None:
+        """Goes on with the entries `kept` `(B, M)` of the step before, which are these `rows` `(B, M)` of the text."""
+        self.rows = rows
+        for layer_idx, own in self.own.items():
+            index = flat_indices(kept, own[0].shape)
+            shape = (*own[0].shape[:2], kept.shape[1], *own[0].shape[3:])
+            self.own[layer_idx] = tuple(each.flatten(0, 2).index_select(0, index).view(shape) for each in own)
+
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self.steps.setdefault(layer_idx, []).append((keys, values))
-        return keys, values
+        if layer_idx in self.text:
+            new = keys.unsqueeze(3), values.unsqueeze(3)
+            before = self.own.get(layer_idx)
+            self.own[layer_idx] = new if before is None else tuple(torch.cat(each, dim=3) for each in zip(before, new))
+        return super().update(keys, values, layer_idx)
 
     def attend(
         self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        keys, values = zip(*self.steps[layer_idx])
-        if self.block_mask is None or not fits_flex(query):
-            return blockwise_attention(query, keys, values, self.documents, scaling)
-        return merged_attention(query, keys, values, self.block_mask, scaling, compiled_flex())
-
-
-class TreeTTTCache(UnrollCache):
-    """The [`TTTCache`] of nodes below a text, whose cache is `of_text`."""
-
-    # Of the last [`~TreeTTTCache.descend`].
-    parents: torch.Tensor
-    roots: torch.Tensor
-
-    def __init__(self, of_text: TTTCache):
-        self.of_text = of_text
-        # For each layer the keys and values of the nodes and their ancestors, (B, H_kv, M, depth, D).
-        self.paths: dict[int, list[torch.Tensor]] = {}
-
-    def descend(self, parents: torch.Tensor, roots: torch.Tensor) -> None:
-        """
-        Goes down one level, to nodes below these `parents` `(B, M)` in the level above, and below these `roots` `(B, M)`, rows
-        of the text.
-        """
-        self.parents, self.roots = parents, roots
-
-    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        paths = [keys.unsqueeze(3), values.unsqueeze(3)]
-        if (above := self.paths.get(layer_idx)) is not None:
-            index = flat_indices(self.parents, above[0].shape)
-            shape = (*keys.shape[:3], *above[0].shape[3:])
-            theirs = (each.flatten(0, 2).index_select(0, index).view(shape) for each in above)
-            paths = [torch.cat(each, dim=3) for each in zip(theirs, paths)]
-        self.paths[layer_idx] = paths
-        return keys, values
-
-    def attend(
-        self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
-        keys, values = self.of_text.steps[layer_idx][0]
-        own_keys, own_values = self.paths[layer_idx]
-        outputs = []
-        for start in range(0, query.shape[2], BLOCK_SIZE):
-            nodes = slice(start, start + BLOCK_SIZE)
-            block = (query[:, :, nodes], keys, values, self.of_text.documents, self.roots[:, nodes], scaling)
-            outputs.append(recomputed(block_attention, *block, own_keys[:, :, nodes], own_values[:, :, nodes]))
-        return torch.cat(outputs, dim=2)
+        text, own = self.text[layer_idx], self.own.get(layer_idx, ())
+        if self.rows is None and self.block_mask is not None and fits_flex(query):
+            return merged_attention(query, *text, self.block_mask, scaling, own, compiled_flex())
+        return blockwise_attention(query, *text, self.documents, scaling, own, self.rows)
 
 
 def recomputed(function: Callable, *arguments: Any) -> Any:
@@ -118,37 +97,39 @@ def recomputed(function: Callable, *arguments: Any) -> Any:
 
 def blockwise_attention(
     query: torch.Tensor,
-    keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
+    keys: torch.Tensor,
+    values: torch.Tensor,
     documents: torch.Tensor,
     scaling: float,
-    block_size: int = BLOCK_SIZE,
+    own: tuple[torch.Tensor, ...] = (),
+    rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     Computes the attention of one step. Within a document it is causal to the keys of step 0, and diagonal to the keys of
-    every later step. Scores of `block_size` queries are in memory at a time, and backward computes them again.
+    every later step. Scores of `BLOCK_SIZE` queries are in memory at a time, and backward computes them again.
 
     Args:
-        query (`torch.FloatTensor` of shape `(B, H, L, D)`): The queries.
-        keys, values (sequences of `torch.FloatTensor` of shape `(B, H_kv, L, D)`): One entry per step so far.
+        query (`torch.FloatTensor` of shape `(B, H, M, D)`): The queries.
+        keys, values (`torch.FloatTensor` of shape `(B, H_kv, L, D)`): Those of step 0.
         documents (`torch.LongTensor` of shape `(B, L)`): The number of each token's document.
         scaling (`float`): The factor of the scores.
-        block_size (`int`, *optional*, defaults to 512): Queries per block.
+        own (`tuple` of two `torch.FloatTensor` of shape `(B, H_kv, M, steps, D)`, *optional*): Those of later steps.
+        rows (`torch.LongTensor` of shape `(B, M)`, *optional*): The rows of the queries. By default all `L`.
 
     Returns:
-        `torch.FloatTensor` of shape `(B, H, L, D)`.
+        `torch.FloatTensor` of shape `(B, H, M, D)`.
     """
-    outputs = []
-    for start in range(0, query.shape[2], block_size):
-        end = min(start + block_size, query.shape[2])
-        rows = torch.arange(start, end, device=query.device).expand(len(query), -1)
-        own = [torch.stack([*states[1:]], dim=3)[:, :, start:end] for states in (keys, values) if len(states) > 1]
-        seen = (keys[0][:, :, :end], values[0][:, :, :end], documents[:, :end])
-        block = (query[:, :, start:end], *seen, rows, scaling)
-        if own and query.shape[2] > block_size:
-            outputs.append(recomputed(block_attention, *block, *own))
-        else:
-            outputs.append(block_attention(*block, *own))
+    outputs, num_queries = list[torch.Tensor](), query.shape[2]
+    is_large = len(own) > 0 and (rows is not None or num_queries > BLOCK_SIZE)
+    attend: Callable = partial(recomputed, block_attention) if is_large else block_attention
+    places = torch.arange(num_queries, device=query.device).expand(len(query), -1) if rows is None else rows
+    for start in range(0, num_queries, BLOCK_SIZE):
+        block = slice(start, start + BLOCK_SIZE)
+        seen = slice(block.stop) if rows is None else slice(None)  # the last of some rows would force a sync
+        text = keys[:, :, seen], values[:, :, seen], documents[:, seen]
+        outputs.append(
+            attend(query[:, :, block], *text, places[:, block], scaling, *(each[:, :, block] for each in own))
+        )
     return torch.cat(outputs, dim=2)
 
 
@@ -182,13 +163,31 @@ def block_attention(
     return output.flatten(1, 2)
 
 
-def merged_attention(
+def attend_by_flex(
     query: torch.Tensor,
-    keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
+    key: torch.Tensor,
+    value: torch.Tensor,
     block_mask: BlockMask,
     scaling: float,
-    attend: Callable,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the attention `(B, H, L, D)` and the logarithms of its sums of exponentials `(B, H, L)`."""
+    from torch.nn.attention.flex_attention import AuxRequest  # torch 2.9, which training needs
+
+    output, aux = flex_attention(
+        query, key, value, block_mask=block_mask, scale=scaling, enable_gqa=True, return_aux=AuxRequest(lse=True)
+    )
+    assert aux.lse is not None  # as asked for
+    return output, aux.lse
+
+
+def merged_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block_mask: BlockMask,
+    scaling: float,
+    own: tuple[torch.Tensor, ...] = (),
+    attend: Callable = attend_by_flex,
 ) -> torch.Tensor:
     """
     Computes [`blockwise_attention`] by flex attention (`attend`), with the `block_mask` of [`causal_block_mask`]. It merges a
@@ -196,16 +195,16 @@ def merged_attention(
     """
     length = query.shape[2]
     padding = 0, 0, 0, block_mask.shape[-1] - length
-    padded = (F.pad(states, padding) for states in (query, keys[0], values[0]))
+    padded = (F.pad(states, padding) for states in (query, keys, values))
     output, log_sum = (each[:, :, :length] for each in attend(*padded, block_mask, scaling))
-    if len(keys) == 1:
+    if not own:
         return output
-    grouped = query.unflatten(1, (keys[0].shape[1], -1)) * scaling  # (B, H_kv, G, L, D)
-    own_keys, own_values = (torch.stack([*states[1:]], dim=3) for states in (keys, values))
+    own_keys, own_values = own
+    grouped = query.unflatten(1, (keys.shape[1], -1)) * scaling  # (B, H_kv, G, L, D)
     scores = torch.einsum("bhgqd,bhqsd->bhgqs", grouped, own_keys).flatten(1, 2).float()
-    log_sums = torch.cat([log_sum.unsqueeze(-1), scores], dim=-1)  # (B, H, L, steps)
-    weights, own_weights = log_sums.softmax(dim=-1).to(output.dtype).split([1, len(keys) - 1], dim=-1)
-    own_weights = own_weights.unflatten(1, grouped.shape[1:3])  # (B, H_kv, G, L, steps - 1)
+    log_sums = torch.cat([log_sum.unsqueeze(-1), scores], dim=-1)  # (B, H, L, 1 + steps)
+    weights, own_weights = log_sums.softmax(dim=-1).to(output.dtype).split([1, scores.shape[-1]], dim=-1)
+    own_weights = own_weights.unflatten(1, grouped.shape[1:3])  # (B, H_kv, G, L, steps)
     return output * weights + torch.einsum("bhgqs,bhqsd->bhgqd", own_weights, own_values).flatten(1, 2)
 
 
@@ -223,23 +222,6 @@ def causal_block_mask(documents: torch.Tensor, length: int | None = None) -> Blo
 def padded_length(length: int) -> int:
     """Returns the next power of two, at least one block of the kernel (128)."""
     return max(1 << (length - 1).bit_length(), 128)
-
-
-def attend_by_flex(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    block_mask: BlockMask,
-    scaling: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the attention `(B, H, L, D)` and the logarithms of its sums of exponentials `(B, H, L)`."""
-    from torch.nn.attention.flex_attention import AuxRequest  # torch 2.9, which training needs
-
-    output, aux = flex_attention(
-        query, key, value, block_mask=block_mask, scale=scaling, enable_gqa=True, return_aux=AuxRequest(lse=True)
-    )
-    assert aux.lse is not None  # as asked for
-    return output, aux.lse
 
 
 def fits_flex(query: torch.Tensor) -> bool:
@@ -260,7 +242,7 @@ def can_compile_flex(device: torch.device) -> bool:
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
-@functools.cache
+@cache
 def compiled_flex() -> Callable:
     """Returns [`attend_by_flex`], compiled once."""
     return torch.compile(attend_by_flex, dynamic=False)

@@ -54,16 +54,16 @@ class TTTMetrics:
         if counts is None:
             return {}
         counts = self.accelerator.reduce(counts, "sum").cpu()  # one sync for all
-        loss_sums, num_rows, num_correct, num_sampled, acceptance_sums, num_reached, num_accepted = counts
-        if num_rows[0] == 0:
+        sums = TTTOutput(*counts)
+        if sums.num_rows[0] == 0:
             logger.warning(
                 f"No token of the last {'steps' if mode == 'train' else 'evaluation'} is learned, so the loss is 0: all labels after the "
                 "first two tokens are -100. Check the labels of the data, and the `data_collator` if you pass one."
             )
-        conditional = num_accepted / num_reached.clamp(min=1)
+        conditional = sums.num_accepted / sums.num_reached.clamp(min=1)
         by_step = {
-            "accuracy": num_correct / num_rows.clamp(min=1),
-            "acceptance_rate": acceptance_sums / num_sampled.clamp(min=1),
+            "accuracy": sums.num_correct / sums.num_rows.clamp(min=1),
+            "acceptance_rate": sums.acceptance_sums / sums.num_sampled.clamp(min=1),
             "conditional_acceptance": conditional,
             # Not `num_accepted / num_rows[0]`: a row that reaches the end of its text was not rejected there.
             "joint_acceptance": conditional.cumprod(dim=0),
@@ -72,13 +72,12 @@ class TTTMetrics:
             f"{name}_{step}": value
             for name, values in by_step.items()
             for step, value in enumerate(values.tolist())
-            if num_rows[step] > 0
+            if sums.num_rows[step] > 0
         }
         # Verification always emits one token, and drafted token k if the first k are accepted.
         metrics["simulated_acceptance_length"] = 1 + by_step["joint_acceptance"].sum().item()
         if mode == "eval":
-            weights = self.args.ttt_step_decay ** torch.arange(len(num_rows))
-            metrics["loss"] = (weights * loss_sums / num_rows.clamp(min=1)).sum().item()
+            metrics["loss"] = sums.loss(self.args.ttt_step_decay).item()
         return metrics
 
     def loss_per_step(self, loss: float, mode: str) -> float:

@@ -106,40 +106,17 @@ def draft_to_train(
         TypeError: if `model` is not a draft.
         ValueError: if arguments contradict each other or the draft, or the draft cannot be trained for this target.
     """
-    if hasattr(model, "_orig_mod"):
-        raise ValueError(
-            "Checkpoints of a compiled draft would not load. Pass the draft before `torch.compile`, and `torch_compile=True`."
-        )
-    draft: DraftModel | PeftModel | None
-    draft = Eagle3ForSpeculation.from_pretrained(model) if isinstance(model, str) else model
-    if draft is not None and (not hasattr(draft, "validate_target") or isinstance(draft, type)):
-        kind = f"the class {draft.__name__}" if isinstance(draft, type) else type(draft).__name__
-        raise TypeError(
-            f"`model` is {kind}, but must be the draft, its name, or `None`. The target is `target_model`."
-        )
-    if hasattr(draft, "peft_config") and not isinstance(draft, PeftModel):
-        # Transformers puts an adapter into its base model. PEFT would put `peft_config`'s in its place, or nothing would learn.
-        raise ValueError(
-            f"`model` ({model if isinstance(model, str) else 'a draft'}) is a draft into which transformers loaded an adapter. To train "
-            "it further, pass `PeftModel.from_pretrained(draft, adapter, is_trainable=True)` without `peft_config`. Or merge it first: "
-            "`PeftModel.from_pretrained(draft, adapter).merge_and_unload().save_pretrained(...)`, and pass that."
-        )
-    if draft is None and peft_config is not None:
+    draft: DraftModel | PeftModel
+    if model is not None:
+        draft = Eagle3ForSpeculation.from_pretrained(model) if isinstance(model, str) else model
+        check_given_draft(draft, model if isinstance(model, str) else "a draft", args)
+    elif peft_config is not None:
         raise ValueError(
             "LoRA adapts an existing draft; the adapter of a fresh one would be saved without it. Pass the draft as `model` "
             "(`--draft_name_or_path`), or leave `peft_config` out (`--use_peft`)."
         )
-    if draft is None:
+    else:
         draft = fresh_draft(target_model, args)
-    elif args.model_init_kwargs or args.draft_form != type(args).draft_form:
-        raise ValueError(
-            "`model_init_kwargs` and `draft_form` are for a fresh draft (`model=None`). Leave them or `model` out."
-        )
-    elif args.draft_vocab_size not in (None, draft.config.draft_vocab_size):
-        raise ValueError(
-            f"`draft_vocab_size` is {args.draft_vocab_size}, but the draft has a vocabulary of "
-            f"{draft.config.draft_vocab_size}. Leave one of `model` and `draft_vocab_size` out."
-        )
     check_trainable(draft, target_model, args)
     check_not_offloaded(target_model)
     if model is not None and target_model.config._name_or_path:  # it may have been made for another, such as its base
@@ -154,6 +131,38 @@ def draft_to_train(
             "adapter by `PeftModel.from_pretrained(..., is_trainable=True)`, or merge that into the draft."
         )
     return draft.float()
+
+
+def check_given_draft(draft: Any, name: str, args: Eagle3TrainingArguments) -> None:
+    """
+    Raises `TypeError` if the object with this name is not a draft, or `ValueError` if it is compiled, has an adapter inside, or the
+    arguments are those of a fresh draft.
+    """
+    if hasattr(draft, "_orig_mod"):
+        raise ValueError(
+            "Checkpoints of a compiled draft would not load. Pass the draft before `torch.compile`, and `torch_compile=True`."
+        )
+    if not hasattr(draft, "validate_target") or isinstance(draft, type):
+        kind = f"the class {draft.__name__}" if isinstance(draft, type) else type(draft).__name__
+        raise TypeError(
+            f"`model` is {kind}, but must be the draft, its name, or `None`. The target is `target_model`."
+        )
+    if hasattr(draft, "peft_config") and not isinstance(draft, PeftModel):
+        # Transformers puts an adapter into its base model. PEFT would put `peft_config`'s in its place, or nothing would learn.
+        raise ValueError(
+            f"`model` ({name}) is a draft into which transformers loaded an adapter. To train it further, pass "
+            "`PeftModel.from_pretrained(draft, adapter, is_trainable=True)` without `peft_config`. Or merge it first: "
+            "`PeftModel.from_pretrained(draft, adapter).merge_and_unload().save_pretrained(...)`, and pass that."
+        )
+    if args.model_init_kwargs or args.draft_form != type(args).draft_form:
+        raise ValueError(
+            "`model_init_kwargs` and `draft_form` are for a fresh draft (`model=None`). Leave them or `model` out."
+        )
+    if args.draft_vocab_size not in (None, draft.config.draft_vocab_size):
+        raise ValueError(
+            f"`draft_vocab_size` is {args.draft_vocab_size}, but the draft has a vocabulary of "
+            f"{draft.config.draft_vocab_size}. Leave one of `model` and `draft_vocab_size` out."
+        )
 
 
 def fresh_draft(target_model: PreTrainedModel, args: Eagle3TrainingArguments) -> Eagle3ForSpeculation:

@@ -13,7 +13,7 @@ from ..remote_code.draft_model_eagle3 import DraftModel
 from ..remote_code.outputs_eagle3 import TOKEN_TYPES, aux_hidden_states, select_hidden_states
 from .models import check_layers, check_vocabulary, without_adapter
 from .target_states import TargetStates
-from .ttt import TTTBatch, counted_rows, draft_loss
+from .ttt import TTTBatch, draft_loss, num_counted
 
 
 logger = logging.get_logger(__name__)
@@ -158,10 +158,8 @@ class DraftLearner:
         batch = self.batch_of(kwargs, outputs)
         self.draft.train()
         result = draft_loss(self.draft, batch, self.ttt_steps)
-        weights = self.ttt_step_decay ** torch.arange(self.ttt_steps, device=result.num_rows.device)
-        # Not `result.num_rows`: a block draft draws some of the rows, whose loss stands for all.
-        counts = [counted_rows(batch.labels, batch.documents, step).sum() for step in range(self.ttt_steps)]
-        loss = (weights * result.loss_sums / torch.stack(counts).clamp(min=1)).sum()
+        # Not the mean over its own rows: a block draft draws some of the rows, whose loss stands for all.
+        loss = result.loss(self.ttt_step_decay, num_counted(batch.labels, batch.documents, self.ttt_steps))
         loss.backward(inputs=self.weights)  # the draft reads the target's embedding table
         is_finite = torch.nn.utils.clip_grad_norm_(self.weights, 1.0).isfinite()
         if not is_finite:  # a step would make all weights NaN

@@ -25,10 +25,10 @@ from trl import SFTTrainer
 from ..checkpoints.files import check_folder, check_repo, verifier_without_path
 from ..environment import command_line, public_name
 from ..files import write_atomically
-from ..hub import card_on_hub, is_edited, render_card, write_records
-from ..hub.card import TRAINING_RECORD
+from ..hub import TRAINING_RECORD, card_on_hub, is_edited, read_record, render_card, write_records
 from ..hub.licenses import license_of
-from ..hub.push import delete_other_benchmark, kept_tags, read_record, weights_of
+from ..hub.push import delete_other_benchmark, kept_tags
+from ..hub.records import weights_of
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.draft_model_eagle3 import DraftModel
 from .checkpoint import CHECKPOINT_FILES, list_files
@@ -89,6 +89,7 @@ class DraftSavingTrainer(SFTTrainer):
         own_class: Any = next(each for each in type(self.draft).__mro__ if not issubclass(each, FSDPModule))
         draft = own_class(copy.deepcopy(self.draft.config))
         draft.generation_config = copy.deepcopy(self.draft.generation_config)
+        draft._keys_to_ignore_on_save = self.draft._keys_to_ignore_on_save  # a block draft may have a head of its own
         model, trained = draft, self.accelerator.unwrap_model(self.model)
         if self._is_adapter:  # PEFT changes the draft itself
             model = get_peft_model(draft, copy.deepcopy(trained.active_peft_config), trained.active_adapter)

@@ -76,7 +76,7 @@ class TargetStates:
                 f"{type(self.target).__name__} does not keep packed documents apart. A row per document takes different "
                 "numbers of forwards in each process, and a target sharded by FSDP cannot do that. Leave out `packing`."
             )
-        documents = documents_of(batch["input_ids"], batch.get("attention_mask"), batch["position_ids"])
+        documents = documents_of(batch)
         if not self.keeps_documents_apart and documents.max() > 1:
             return self._document_by_document(batch["input_ids"], documents)
         return self._packed(batch["input_ids"], batch["position_ids"])

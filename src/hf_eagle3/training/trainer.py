@@ -20,7 +20,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..data import ImageCollator, ImageReader, num_positions, shows_images
 from ..data.answers import locked
-from ..data.checks import check_prepared, report_dropped, row_lengths
+from ..data.checks import check_prepared, first_row, report_dropped, row_lengths
 from ..data.encoded import read_whole
 from ..environment import warn_of_slow_bfloat16
 from ..hub import repo_name
@@ -48,7 +48,7 @@ from .preparation import (
 from .record import check_resumption, check_unfinished, order_of_rows, rows_with_images
 from .saving import DraftSavingTrainer, check_output_folder
 from .target_states import TargetStates
-from .ttt import TTTBatch, TTTOutput, counted_rows, documents_of, draft_loss
+from .ttt import TTTBatch, TTTOutput, documents_of, draft_loss, num_counted
 
 
 logger = get_logger(__name__)
@@ -216,6 +216,7 @@ class Eagle3Trainer(DraftSavingTrainer):
             self._encoded = encode(self, kwargs["train_dataset"], tokenizer, kwargs.get("formatting_func"), "train")
             return self._encoded
         train, *evaluated = all_datasets(kwargs["train_dataset"], kwargs.get("eval_dataset"))
+        first_row(train, "train")  # `SFTTrainer` takes it, and raises an empty `StopIteration` without one
         for dataset, name in [(train, "train"), *((each, "eval") for each in evaluated if each is not None)]:
             if kwargs.get("data_collator") is None or "input_ids" in get_dataset_column_names(dataset):
                 check_prepared(dataset, self.target_vocab_size, name)  # a collator may tokenize
@@ -418,9 +419,7 @@ class Eagle3Trainer(DraftSavingTrainer):
             steps = self.num_ttt_steps
             shares = {"row_share": self.args.ttt_row_share, "num_sampled": self.args.sampled_vocab_size}
         outputs: TTTOutput = model(unroll=partial(draft_loss, batch=batch, steps=steps, **shares))
-        num_rows = outputs.num_rows if num_items_in_batch is None else num_items_in_batch
-        weights = self.args.ttt_step_decay ** torch.arange(steps, device=num_rows.device)
-        loss = (weights * outputs.loss_sums / num_rows.clamp(min=1)).sum()
+        loss = outputs.loss(self.args.ttt_step_decay, num_items_in_batch)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             # The rows are those of all processes, and DDP takes the mean of their gradients.
             loss = loss * self.accelerator.num_processes
@@ -497,9 +496,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         """
         num_rows = torch.zeros(self.num_ttt_steps, dtype=torch.long, device=device)
         for inputs in batch_samples:
-            documents = documents_of(inputs["input_ids"], inputs.get("attention_mask"), inputs.get("position_ids"))
-            counts = [counted_rows(inputs["labels"], documents, step).sum() for step in range(self.num_ttt_steps)]
-            num_rows += torch.stack(counts).to(device)
+            num_rows += num_counted(inputs["labels"], documents_of(inputs), self.num_ttt_steps).to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             num_rows = self.accelerator.reduce(num_rows, "sum")
         return num_rows

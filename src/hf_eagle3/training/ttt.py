@@ -9,12 +9,11 @@ own keys of the later steps.
 
 A parallel draft (P-EAGLE, https://huggingface.co/papers/2602.01469) reads its mask at all later steps instead.
 
-The later steps of a row need nothing of other rows. So each step can go on with a share of the rows (`row_share`). The
-rows that are kept are then nodes below the text, as in a tree.
+The later steps of a row need nothing of other rows. So each step can go on with a share of the rows (`row_share`).
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ import torch.nn.functional as F
 
 from ..remote_code.draft_model_eagle3 import DraftModel
 from ..remote_code.text_eagle3 import take_rows
-from .attention import TreeTTTCache, TTTCache, recomputed
+from .attention import TTTCache, recomputed
 from .losses import DraftLoss, acceptance_rates, log_sum_exp, pieces, probabilities
 
 
@@ -58,10 +57,9 @@ class TTTBatch:
     ) -> "TTTBatch":
         """Joins a collated batch with the target's states and [`~TargetStates.distributions`]."""
         input_ids, positions = inputs["input_ids"], inputs.get("position_ids")
-        documents = documents_of(input_ids, inputs.get("attention_mask"), positions)
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        return cls(input_ids, aux_hidden_states, *distributions, labels, documents, positions)
+        return cls(input_ids, aux_hidden_states, *distributions, labels, documents_of(inputs), positions)
 
 
 @dataclass
@@ -79,19 +77,25 @@ class TTTOutput:
     num_reached: torch.Tensor  # rows that count at this and all earlier steps and were correct at the earlier ones
     num_accepted: torch.Tensor  # rows among those that are correct at this step, too
 
+    def loss(self, decay: float, num_rows: torch.Tensor | None = None) -> torch.Tensor:
+        """
+        Returns the sum over steps of the mean loss of `num_rows` `(steps,)`, by default those that count here. Each step has the
+        weight of the step before, times `decay`.
+        """
+        num_rows = self.num_rows if num_rows is None else num_rows
+        weights = decay ** torch.arange(len(num_rows), device=num_rows.device)
+        return (weights * self.loss_sums / num_rows.clamp(min=1)).sum()
 
-def documents_of(
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    position_ids: torch.Tensor | None = None,
-) -> torch.Tensor:
+
+def documents_of(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """
-    Returns the number of each token's document, `(B, L)`. A document begins where positions are 0. Padding has -1.
+    Returns the number of each token's document in a collated batch, `(B, L)`. A document begins where positions are 0.
+    Padding has -1.
     """
-    documents = torch.zeros_like(input_ids)
-    if position_ids is not None:
+    documents = torch.zeros_like(inputs["input_ids"])
+    if (position_ids := inputs.get("position_ids")) is not None:
         documents = (position_ids == 0).cumsum(dim=-1)
-    if attention_mask is not None:
+    if (attention_mask := inputs.get("attention_mask")) is not None:
         documents = documents.masked_fill(attention_mask == 0, -1)
     return documents
 
@@ -105,6 +109,11 @@ def counted_rows(labels: torch.Tensor, documents: torch.Tensor, step: int) -> to
     rows = slice(0, max(labels.shape[1] - 2 - step, 0))
     same_document = documents[:, predicted] == documents[:, rows]
     return (labels[:, predicted] != -100) & same_document & (documents[:, rows] >= 0)
+
+
+def num_counted(labels: torch.Tensor, documents: torch.Tensor, steps: int) -> torch.Tensor:
+    """Returns how many rows count at each step, `(steps,)`. See [`counted_rows`]."""
+    return torch.stack([counted_rows(labels, documents, step).sum() for step in range(steps)])
 
 
 class UnrollStep(NamedTuple):
@@ -135,7 +144,7 @@ def ttt_unroll(draft: DraftModel, batch: TTTBatch, steps: int, row_share: float 
     hidden_states = draft.combine_hidden_states(batch.aux_hidden_states)
     if draft.config.is_parallel:  # only later steps read the mask, but DDP may expect every parameter in each graph
         hidden_states = hidden_states + 0 * draft.mask_hidden.sum()
-    cache: TTTCache | TreeTTTCache = TTTCache(batch.documents)
+    cache = TTTCache(batch.documents)
     rows: torch.Tensor | None = None
     masks = dict.fromkeys(draft.config.transformer_layer_config.layer_types)  # the cache masks
     for step in range(steps):
@@ -144,9 +153,7 @@ def ttt_unroll(draft: DraftModel, batch: TTTBatch, steps: int, row_share: float 
         if step > 0 and row_share < 1:
             kept = some_of(hidden_states, math.ceil(row_share**step * length))
             rows = kept if rows is None else rows.gather(1, kept)
-            if isinstance(cache, TTTCache):
-                cache = TreeTTTCache(cache)
-            cache.descend(kept, rows)
+            cache.keep(kept, rows)
             hidden_states = take_rows(hidden_states, kept)
             tokens, position_ids = tokens.gather(1, rows), position_ids.gather(1, rows)
         if step > 0 and draft.config.is_parallel:

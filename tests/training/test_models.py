@@ -1,0 +1,243 @@
+"""The two models of a training: what is loaded, made and refused."""
+
+import copy
+import json
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import make_target
+from peft import LoraConfig, PeftModel, get_peft_model
+from trainers import TEXTS, losses, make_trainer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ProcessorMixin
+
+from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
+from hf_eagle3.checkpoints import load_ends
+from hf_eagle3.training import models
+
+
+def test_names_and_classes_in_place_of_models(tmp_path, tokenizer):
+    args = Eagle3TrainingArguments(str(tmp_path / "draft"), use_cpu=True, report_to="none")
+    for model, target, reason in (
+        (
+            Eagle3ForSpeculation,
+            make_target("llama"),
+            "`model` is the class Eagle3ForSpeculation, but must be the draft",
+        ),
+        ({}, make_target("llama"), "`model` is dict, but must be the draft, its name, or `None`"),
+        (None, str(tmp_path / "target"), "There is no folder .*target. Pass the folder of the target"),
+    ):
+        with pytest.raises((TypeError, FileNotFoundError), match=reason):
+            Eagle3Trainer(model, target, args, train_dataset=TEXTS, processing_class=tokenizer)
+
+
+def test_arguments_of_a_fresh_draft(tmp_path, tokenizer):
+    init = {"model_type": "qwen3", "norm_output": False}
+    trainer = make_trainer(tmp_path, tokenizer, draft_vocab_size=20, model_init_kwargs=init)
+    assert trainer.draft.config.transformer_layer_config.model_type == "qwen3"
+    assert not trainer.draft.config.norm_output and trainer.draft.config.draft_vocab_size == 20
+    assert trainer.args.model_init_kwargs == init
+    config = make_trainer(tmp_path, tokenizer, draft_form="classic", target=make_target("qwen3")).draft.config
+    assert not config.fc_norm and not config.norm_output and config.transformer_layer_config.model_type == "llama"
+
+
+def test_a_form_that_is_changed(tmp_path, tokenizer, caplog):
+    make_trainer(tmp_path, tokenizer, draft_form="classic", model_init_kwargs={"model_type": "llama"})
+    assert "classic" not in caplog.text
+    make_trainer(tmp_path, tokenizer, draft_form="classic", model_init_kwargs={"model_type": "qwen3"})
+    assert "{'model_type': 'qwen3'}, so the draft is not quite of the form 'classic'" in caplog.text
+
+
+def test_an_adapter_of_whatever_is_linear(tmp_path, tokenizer):
+    """PEFT's own choice of modules goes by the `model_type`, which a draft's config.json must not have."""
+    target, lora = make_target("llama"), LoraConfig(r=2)
+    draft = Eagle3ForSpeculation.from_target(target)
+    trainer = make_trainer(tmp_path, tokenizer, model=draft, target=target, peft_config=lora, max_steps=1)
+    trainer.train()
+    adapted = {
+        name.split(".lora_")[0].split(".")[-1] for name, weight in trainer.model.named_parameters() if "lora_" in name
+    }
+    assert {"fc", "q_proj", "down_proj"} <= adapted and "lm_head" not in adapted and lora.target_modules is None
+    # Where FSDP shares parameters out, a copy of draft and adapter generates.
+    copied, trained = (
+        each.state_dict() for each in (trainer._copy_of_draft(trainer.model.state_dict()), trainer.draft)
+    )
+    assert copied.keys() == trained.keys() and all(copied[name].equal(trained[name]) for name in trained)
+
+
+def test_a_processor_s_tokenizer(tmp_path, tokenizer):
+    class Processor(ProcessorMixin):
+        def __init__(self):
+            self.tokenizer = tokenizer
+
+    target = make_target("llama")
+    processor = Processor()
+    assert models.load_target(target, None, processor) == (target, tokenizer, processor)
+
+
+def test_a_draft_that_is_frozen(tmp_path, tokenizer):
+    """Also an adapter as `PeftModel.from_pretrained` loads it."""
+    draft = Eagle3ForSpeculation.from_target(target := make_target("llama"))
+    draft.save_pretrained(tmp_path / "draft")
+    adapted = get_peft_model(copy.deepcopy(draft), LoraConfig(target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(copy.deepcopy(draft), tmp_path / "adapter")
+    for frozen in (loaded, copy.deepcopy(draft).requires_grad_(False)):
+        with pytest.raises(ValueError, match="parameters of the draft are frozen.*is_trainable=True"):
+            make_trainer(tmp_path / "out", tokenizer, model=frozen, target=target)
+    loaded = PeftModel.from_pretrained(draft, tmp_path / "adapter", is_trainable=True)
+    make_trainer(tmp_path / "out", tokenizer, model=loaded, target=target).train()
+
+
+@pytest.mark.parametrize("peft_config", [None, LoraConfig(target_modules=["q_proj"])])
+def test_a_draft_that_is_the_name_of_an_adapter(tmp_path, tokenizer, peft_config):
+    """Transformers loads it into its draft. A `peft_config` would replace it there without a word."""
+    Eagle3ForSpeculation.from_target(target := make_target("llama")).save_pretrained(tmp_path / "draft")
+    draft = Eagle3ForSpeculation.from_pretrained(tmp_path / "draft")
+    get_peft_model(draft, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(
+        ValueError, match="adapter.* is a draft into which transformers loaded an adapter.*merge it first"
+    ):
+        make_trainer(
+            tmp_path / "out", tokenizer, model=str(tmp_path / "adapter"), target=target, peft_config=peft_config
+        )
+    unnamed = get_peft_model(Eagle3ForSpeculation.from_target(target), LoraConfig(target_modules=["q_proj"]))
+    unnamed.save_pretrained(tmp_path / "unnamed")
+    with pytest.raises(ValueError, match="unnamed is an adapter that does not name its draft"):
+        Eagle3ForSpeculation.from_pretrained(tmp_path / "unnamed")
+
+
+@pytest.mark.parametrize(
+    ("offloaded", "message"),
+    [
+        ("model.embed_tokens", "The weights of the embeddings of LlamaForCausalLM are offloaded"),
+        ("lm_head", "The weights of the head of LlamaForCausalLM are offloaded"),
+        ("model.layers.1", None),
+    ],
+)
+def test_offloaded_targets(tmp_path, tokenizer, offloaded, message):
+    """As `device_map="auto"` leaves them where memory is short."""
+    make_target("llama").save_pretrained(tmp_path / "target")
+    layers = [f"model.layers.{number}" for number in range(4)]
+    names = ["model.embed_tokens", *layers, "model.norm", "model.rotary_emb", "lm_head"]
+    device_map = {name: "disk" if name == offloaded else "cpu" for name in names}
+    target = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "target", device_map=device_map, offload_folder=tmp_path / "offloaded"
+    )
+    draft = Eagle3ForSpeculation.from_target(make_target("llama"))
+    for model in (None, draft):
+        with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+            make_trainer(tmp_path / "out", tokenizer, model=model, target=target).train()
+
+
+@pytest.mark.parametrize(("own", "expected"), [(0.0, 0.02), (0.1, 0.1)])
+def test_the_threshold_of_a_draft_that_is_trained_further(tmp_path, tokenizer, own, expected):
+    target = make_target("llama")
+    draft = Eagle3ForSpeculation.from_target(target)
+    draft.generation_config.assistant_confidence_threshold = own
+    make_trainer(tmp_path, tokenizer, model=draft, target=target)
+    assert draft.generation_config.assistant_confidence_threshold == expected
+
+
+def test_a_draft_that_is_trained_further_names_its_new_target(tmp_path, tokenizer):
+    """`vllm serve DRAFT` loads the target that the draft names."""
+    target, tuned = make_target("llama"), make_target("llama")
+    target.config._name_or_path, tuned.config._name_or_path = "org/Base", "org/Tuned"
+    with torch.no_grad():
+        tuned.get_input_embeddings().weight += 0.01
+    draft = Eagle3ForSpeculation.from_target(target)
+    proposal = draft.config.speculators_config["proposal_methods"] = [
+        {"proposal_type": "greedy", "speculative_tokens": 3}
+    ]
+    trainer = make_trainer(tmp_path, tokenizer, model=draft, target=tuned)
+    trainer.train()
+    trainer.save_model()
+    config = Eagle3ForSpeculation.from_pretrained(tmp_path).config
+    assert config.verifier == "org/Tuned" and config.speculators_config["proposal_methods"] == proposal
+    assert config.verifier_fingerprint == Eagle3ForSpeculation.from_target(tuned).config.verifier_fingerprint
+    tuned.config._name_or_path = ""  # unknown: better the old one than none
+    assert make_trainer(tmp_path, tokenizer, model=str(tmp_path), target=tuned).draft.config.verifier == "org/Tuned"
+
+
+def test_a_target_by_its_name(tmp_path, tokenizer):
+    make_target("llama").to(torch.bfloat16).save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    settings = {"report_to": "none", "use_cpu": True, "bf16": False, "max_steps": 1, "draft_vocab_size": 20}
+    args = Eagle3TrainingArguments(str(tmp_path / "out"), **settings)
+    trainer = Eagle3Trainer(None, str(tmp_path / "target"), args, train_dataset=TEXTS)
+    assert (
+        trainer.target_model.dtype == torch.bfloat16 and trainer.processing_class.get_vocab() == tokenizer.get_vocab()
+    )
+    trainer.train()
+    trainer.save_model(str(tmp_path / "draft"))
+    args.target_model_init_kwargs, args.draft_vocab_size = {"dtype": torch.float32}, None
+    trainer = Eagle3Trainer(str(tmp_path / "draft"), str(tmp_path / "target"), args, train_dataset=TEXTS)
+    assert trainer.target_model.dtype == torch.float32 and trainer.draft.config.draft_vocab_size == 20
+    with pytest.raises(ValueError, match="given by its name"):
+        Eagle3Trainer(None, trainer.target_model, args, train_dataset=TEXTS)
+    with pytest.raises(ValueError, match="saved beside the draft"):
+        Eagle3TrainingArguments(str(tmp_path / "out"), target_model_init_kwargs={"token": "hf_mine"}, **settings)
+
+
+def test_a_target_that_brings_its_code(tmp_path, tokenizer):
+    folder = tmp_path / "target"
+    make_target("llama").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "mine.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class MineConfig(LlamaConfig):\n    model_type = 'mine'\n"
+        "class MineForCausalLM(LlamaForCausalLM):\n    config_class = MineConfig\n"
+    )
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.MineConfig"}}
+    config["auto_map"]["AutoModelForCausalLM"] = "mine.MineForCausalLM"
+    (folder / "config.json").write_text(json.dumps(config))
+    settings = {"report_to": "none", "use_cpu": True, "bf16": False, "max_steps": 1}
+    args = Eagle3TrainingArguments(str(tmp_path / "out"), trust_remote_code=True, **settings)
+    trainer = Eagle3Trainer(None, str(folder), args, train_dataset=TEXTS)
+    assert type(trainer.target_model).__name__ == "MineForCausalLM"
+    trainer.train()
+    assert type(load_ends(folder, trust_remote_code=True)).__name__ == "MineForCausalLM"
+    args.trust_remote_code = False
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        Eagle3Trainer(None, str(folder), args, train_dataset=TEXTS)
+
+
+def test_the_tokenizer_is_of_the_same_revision(monkeypatch):
+    loaded = []
+    tokenizer = SimpleNamespace(chat_template="")
+    for auto in (AutoConfig, AutoModelForCausalLM, AutoTokenizer):
+        monkeypatch.setattr(auto, "from_pretrained", lambda name, **kwargs: loaded.append(kwargs) or tokenizer)
+    models.load_target("me/model", {"revision": "v2", "trust_remote_code": True, "dtype": torch.float16})
+    config_kwargs, model_kwargs, tokenizer_kwargs = loaded
+    assert (
+        tokenizer_kwargs
+        == config_kwargs
+        == {"revision": "v2", "trust_remote_code": True}
+        == {name: value for name, value in model_kwargs.items() if name != "dtype"}
+    )
+
+
+def test_drafts_with_a_window_are_refused(tmp_path, tokenizer):
+    target = make_target("llama")
+    draft = Eagle3ForSpeculation.from_target(
+        target, model_type="qwen3", layer_types=["sliding_attention"], use_sliding_window=True, sliding_window=8
+    )
+    with pytest.raises(ValueError, match="Only drafts with full attention can be trained"):
+        make_trainer(tmp_path, tokenizer, model=draft, target=target)
+
+
+def test_a_target_that_returns_tuples(tmp_path, tokenizer):
+    target = make_target("llama")
+    expected = losses(make_trainer(tmp_path, tokenizer, target=target))
+    target.config.return_dict = False
+    assert losses(make_trainer(tmp_path, tokenizer, target=target)) == expected
+
+
+@pytest.mark.parametrize("depth, expected", [(1, [0]), (2, [0, 1]), (3, [0, 1, 2])])
+def test_shallow_targets(tmp_path, tokenizer, depth, expected):
+    """Give as many states as differ."""
+    trainer = make_trainer(tmp_path, tokenizer, target=make_target("llama", num_hidden_layers=depth))
+    assert trainer.aux_layer_ids == expected
+    trainer.train()
