@@ -270,9 +270,32 @@ def test_prefixes(tmp_path, target, prefix):
 
 
 @pytest.mark.parametrize(
+    "rename",
+    [
+        lambda name: "model." * name.startswith(("layers", "midlayer")) + name,
+        lambda name: "model." * name.startswith(("fc", "norm")) + name,
+        lambda name: "model." * name.startswith("norm") + name,
+        lambda name: "model." * name.startswith(("lm_head", "d2t", "t2d")) + name,
+        lambda name: {"layers": "draft.", "midlayer": "draft.", "fc": "model."}.get(name.split(".")[0], "") + name,
+        lambda name: "draft_model." + "model." * name.startswith(("layers", "midlayer")) + name,
+    ],
+    ids=["layer", "fc and norm", "norm", "head", "two", "one in the other"],
+)
+@pytest.mark.parametrize("names", [midlayer, torch.nn.Module.state_dict], ids=["midlayer", "layers.0"])
+def test_prefixes_of_some_names(tmp_path, target, reference, rename, names):
+    tensors = {rename(name): tensor for name, tensor in names(reference).items()}
+    config = sglang(reference, architectures=["LlamaForCausalLM"])
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        assert_same(load(tmp_path / "draft", config, tensors, loader), reference, target)
+
+
+@pytest.mark.parametrize(
     "names, expected",
     [
         (["midlayer.self_attn.o_proj.weight"], True),
+        (["fc.weight", "model.midlayer.self_attn.o_proj.weight"], True),
+        (["fc.weight", "model.layers.0.self_attn.o_proj.weight", "model.layers.0.hidden_norm.weight"], True),
+        (["eagle_module.midlayer.self_attn.o_proj.weight", "model.layers.0.self_attn.o_proj.weight"], False),
         (["fc.weight", "layers.0.self_attn.o_proj.weight"], True),
         (["model.fc.weight", "model.layers.0.hidden_norm.weight", "lm_head.weight"], True),
         (["d2t", "lm_head.weight"], True),
