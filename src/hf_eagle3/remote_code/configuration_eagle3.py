@@ -28,6 +28,7 @@ AUTO_MAP = {
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "has_own_embed_tokens")
 # Keys of config.json that only drafts have: ours and those of `speculators`, and those of other projects.
 DRAFT_KEYS = {"speculators_model_type", "draft_vocab_size", "eagle_config", "dflash_config"}
+DRAFT_KEYS |= {"open_spec_config_version"}  # later speculators'
 # Others write these into a config.json. They do not change a draft.
 NEUTRAL_KEYS = {
     "auto_map",
