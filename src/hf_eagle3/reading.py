@@ -24,6 +24,9 @@ from .tensor_names import our_names
 if TYPE_CHECKING:
     from .remote_code.draft_model_eagle3 import DraftModel
 
+# The target's, with which `speculators` trains. Some converters store them.
+OF_TARGET = {"verifier_lm_head.weight", "verifier_norm.weight"}
+
 
 def read_draft(
     cls: "type[DraftModel]",
@@ -107,6 +110,7 @@ def read_and_mend(
     check_num_states(draft, info, source)
     is_ours = "weights_digest" in content or "_eagle3.Eagle3Config" in str(content.get("auto_map"))
     if not is_ours:
+        info["unexpected_keys"].difference_update(OF_TARGET)
         sort_tokens(draft, info)
         check_order(draft, source)
     mend_mapping(draft, info, source, variant=kwargs.get("variant"), **hub_kwargs)
