@@ -795,8 +795,9 @@ def test_code_that_is_trusted_is_theirs(tmp_path):
     code = "from transformers import Qwen3Config, PreTrainedModel\n\n\nclass DFlashDraftModel(PreTrainedModel):\n"
     code += "    config_class = Qwen3Config\n\n    def __init__(self, config):\n        super().__init__(config)\n        self.post_init()\n"
     (folder / "dflash.py").write_text(code)
-    theirs = AutoModel.from_pretrained(folder, trust_remote_code=True)
-    assert type(theirs).__module__.startswith("transformers_modules.") and type(theirs.config) is Qwen3Config
+    for loader in (AutoModel, AutoModelForCausalLM):  # which would make a random Qwen3 for the second
+        theirs = loader.from_pretrained(folder, trust_remote_code=True)
+        assert type(theirs).__module__.startswith("transformers_modules.") and type(theirs.config) is Qwen3Config
 
 
 def test_layer_ids_that_angelslim_repeats(tmp_path):

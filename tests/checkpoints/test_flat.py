@@ -13,11 +13,12 @@ import pytest
 import torch
 from checkpoints.test_formats import assert_same, export, make_reference, midlayer, sglang, write
 from conftest import make_prompt, make_target
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.utils import logging
 
-from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3 import Eagle3Config, Eagle3ForSpeculation
 from hf_eagle3.tensor_names import is_draft, without_prefix
 
 
@@ -476,6 +477,46 @@ def test_an_adapter_of_the_target_is_mentioned(tmp_path, target, reference, said
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "target"}))
     assert_same(Eagle3ForSpeculation.from_pretrained(folder), reference, target)
     assert [text for text in said if "target.load_adapter" in text and str(folder) in text]
+
+
+def test_an_adapter_of_the_draft(tmp_path, target, reference):
+    """PEFT asks for the configuration of its draft, and transformers would load it into drafts in our format only."""
+    folder = write(tmp_path / "draft", sglang(reference), midlayer(reference))
+    settings = LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    adapted = get_peft_model(Eagle3ForSpeculation.from_pretrained(folder), settings)
+    adapted.save_pretrained(tmp_path / "adapter")
+    expected = adapted.merge_and_unload()
+    assert not expected.layers[0].mlp.up_proj.weight.equal(reference.layers[0].mlp.up_proj.weight)
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        loaded = loader.from_pretrained(tmp_path / "adapter")
+        assert loaded._hf_peft_config_loaded
+        assert_same(loaded, expected, target)
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    save_file(dict(list(tensors.items())[1:]), tmp_path / "adapter" / "adapter_model.safetensors", {"format": "pt"})
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        with pytest.raises(ValueError, match="adapter does not hold the tensors that .* Missing: .'layers.0"):
+            loader.from_pretrained(tmp_path / "adapter")
+    folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="adapter is an adapter of the draft .*draft, which cannot be loaded.*no folder"):
+        Eagle3ForSpeculation.from_pretrained(tmp_path / "adapter")
+    folder.mkdir()
+    (tmp_path / "elsewhere").rename(folder / "inside")
+    with pytest.raises(ValueError, match="cannot be loaded. If it is elsewhere .a `subfolder`.*no config.json"):
+        Eagle3ForSpeculation.from_pretrained(tmp_path / "adapter")
+
+
+def test_its_configuration_alone(tmp_path, reference):
+    folder = write(tmp_path / "draft", sglang(reference), midlayer(reference))
+    config = Eagle3Config.from_pretrained(folder)
+    assert config.to_dict() == AutoConfig.from_pretrained(folder).to_dict() and config.draft_vocab_size == 32
+
+
+@pytest.mark.parametrize("loader", [Eagle3ForSpeculation, AutoModel])
+def test_weights_of_the_caller(tmp_path, reference, loader):
+    """They would be passed over without a word."""
+    folder = write(tmp_path / "draft", sglang(reference), midlayer(reference))
+    with pytest.raises(ValueError, match="`state_dict` cannot be passed together with the name of a draft, .*draft"):
+        loader.from_pretrained(folder, state_dict=reference.state_dict())
 
 
 @pytest.mark.parametrize("loader", [Eagle3ForSpeculation, AutoModel])
