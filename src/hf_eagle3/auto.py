@@ -196,7 +196,10 @@ def kind_of_draft(
         may_be, is_certain = may_be_draft(content)
         names = tensor_names_on_hub(name_or_path, is_certain, **hub_kwargs) if may_be else []
     if names:
-        return next((kind for kind in (is_draft, is_block_draft) if kind(names)), None), names
+        kind = next((kind for kind in (is_draft, is_block_draft) if kind(names)), None)
+        if kind is None and "fc.weight" in names and may_be_draft(content)[1]:
+            kind = is_draft  # without its layers: reading it says so
+        return kind, names
     if may_be_draft(content)[1]:  # transformers would not say what is broken
         from .file_checks import read_file, read_index
 

@@ -398,6 +398,14 @@ def test_no_draft_is_taken_for_a_random_model(tmp_path, reference, loader, kind,
     assert all(tensor.equal(reference.state_dict()[name]) for name, tensor in draft.state_dict().items())
 
 
+@pytest.mark.parametrize("loader", [Eagle3ForSpeculation, AutoModel, AutoModelForCausalLM])
+def test_a_draft_without_its_layers_is_taken_for_no_random_model(tmp_path, target, loader):
+    reference = make_reference(target, full=True)
+    tensors = {name: tensor for name, tensor in reference.state_dict().items() if "layers" not in name}
+    with pytest.raises(ValueError, match="in no known EAGLE-3 format.*holds .'fc.weight', 'lm_head.weight', 'norm"):
+        load(tmp_path / "draft", sglang(reference), tensors, loader)
+
+
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_eagle_1_is_taken_for_no_random_model(tmp_path, target, num_layers):
     reference = make_reference(target, num_hidden_layers=num_layers)
