@@ -28,6 +28,7 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.remote_code import assistant_eagle3
+from hf_eagle3.remote_code.target_eagle3 import mixes_tokens
 
 
 SETTINGS = {"max_new_tokens": 24, "do_sample": False}
@@ -261,6 +262,57 @@ def test_activations_that_compressed_tensors_quantizes(draft, strategy, dynamic,
     target.model.layers[1].mlp.up_proj.quantization_scheme = scheme
     with pytest.raises(ValueError, match="depend on all tokens of a forward") if is_refused else nullcontext():
         target.generate(make_prompt(5), assistant_model=draft, **SETTINGS)
+
+
+class OfAnotherLibrary(torch.nn.Linear):
+    """Quantizes its input to 8 bits, as layers of Quark and GPTQModel do. It counts its calls."""
+
+    num_calls = 0
+
+    def forward(self, input):
+        self.num_calls += 1
+        amax = {"tensor": input.abs().amax(), "token": input.abs().amax(-1, keepdim=True), "static": torch.tensor(9.0)}
+        scale = amax[self.scheme] / 127
+        return super().forward((input / scale).round().clamp(-127, 127) * scale)
+
+
+@pytest.mark.parametrize("scheme", ["tensor", "token", "static"])
+def test_layers_of_libraries_that_are_not_known_are_tried(draft, scheme):
+    target = make_target("llama")
+    layer = target.model.layers[1].mlp.up_proj
+    layer.__class__, layer.scheme = OfAnotherLibrary, scheme
+    if scheme == "tensor":
+        with pytest.raises(ValueError, match="depend on all tokens of a forward"):
+            target.generate(make_prompt(5), assistant_model=draft, **SETTINGS)
+        return
+    plain = target.generate(make_prompt(5), **SETTINGS)
+    for num_tries in (2, 0):  # with one and with two tokens, and never again
+        layer.num_calls = 0
+        assert target.generate(make_prompt(5), assistant_model=draft, **SETTINGS).equal(plain)
+        assert layer.num_calls == draft.last_generation.target_forwards + num_tries
+
+
+def test_layers_that_cannot_be_tried(draft):
+    """Packed weights have other names, and some are unpacked at the first forward."""
+    target = make_target("llama")
+    plain, layer = target.generate(make_prompt(5), **SETTINGS), target.model.layers[1].mlp.up_proj
+    layer.packed = layer._parameters.pop("weight")
+    unpack = target.register_forward_pre_hook(lambda *_: setattr(layer, "weight", layer.packed))
+    assert not mixes_tokens(target)
+    assert target.generate(make_prompt(5), assistant_model=draft, **SETTINGS).equal(plain)
+    unpack.remove()
+
+
+def test_layers_of_torchao_are_tried(target, draft):
+    """Those of its training in 8 bits have one scale for all tokens, and weights in 4 bits none."""
+    float8, quantization = pytest.importorskip("torchao.float8"), pytest.importorskip("torchao.quantization")
+    config = float8.Float8LinearConfig(emulate=True)
+    trained = float8.convert_to_float8_training(copy.deepcopy(target), config=config)
+    with pytest.raises(ValueError, match="depend on all tokens of a forward"):
+        trained.generate(make_prompt(5), assistant_model=draft, **SETTINGS)
+    quantized = copy.deepcopy(target)
+    quantization.quantize_(quantized, quantization.Int8DynamicActivationInt8WeightConfig())
+    assert not mixes_tokens(quantized)
 
 
 class Interrupt(Exception):

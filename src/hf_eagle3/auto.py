@@ -57,7 +57,7 @@ def install_auto_hook() -> None:
         config = found[0] if isinstance(found, tuple) else found
         if not type(config).__module__.startswith("transformers.models."):  # the checkpoint brings code
             return found
-        return draft_config(pretrained_model_name_or_path, config.to_dict(), **kwargs) or found
+        return draft_config(pretrained_model_name_or_path, config, **kwargs) or found
 
     setattr(with_drafts, "_recognises_drafts", True)  # noqa: B010  for type checkers
     AutoConfig.from_pretrained = classmethod(with_drafts)
@@ -83,7 +83,7 @@ def names_of_transformers() -> frozenset[str]:
 
 def draft_config(
     name_or_path: str | Path,
-    content: dict | None = None,
+    config: PreTrainedConfig | None = None,
     trust_remote_code: bool | None = None,
     code_revision: str | None = None,
     gguf_file: str | None = None,
@@ -91,8 +91,8 @@ def draft_config(
 ) -> "Eagle3Config | DFlashConfig | tuple[Eagle3Config | DFlashConfig, dict] | None":
     """
     Returns what `AutoConfig.from_pretrained` returns for a draft: [`Eagle3Config`], or [`DFlashConfig`] for a block draft
-    whose own code is not trusted. `None` if the checkpoint is not a draft. `content` is the configuration that transformers
-    read, if it could. What it could not may be `speculators`', which says what it is. Otherwise the tensors tell.
+    whose own code is not trusted. `None` if the checkpoint is not a draft. `config` is what transformers read, if it could.
+    What it could not may be `speculators`', which says what it is. Otherwise the tensors tell.
 
     Raises:
         ValueError: if the draft is of an unsupported kind, has no `config.json`, or is broken.
@@ -102,8 +102,8 @@ def draft_config(
     hub_kwargs = {name: kwargs[name] for name in (*HUB_ARGUMENTS, "variant") if name in kwargs}
     kind: Callable[[Iterable[str]], bool] | None = None
     names: list[str] = []
-    if content is not None:
-        kind, names = kind_of_draft(content, name_or_path, hub_kwargs)
+    if config is not None:
+        kind, names = kind_of_draft(config.to_dict(), name_or_path, hub_kwargs)
         if kind is None:
             return None
     content, kwargs = PreTrainedConfig.get_config_dict(name_or_path, **kwargs)
@@ -121,6 +121,8 @@ def draft_config(
         raise ValueError(f"{name_or_path} has the weights of a draft, but no config.json. Download it again.")
     if algorithm == "dflash" or kind is is_block_draft:
         if trust_remote_code and "AutoModel" in auto_map:  # the caller wants the code that it brings
+            if config is not None:  # whatever Auto class asks, and not a random model
+                config.auto_map = {"AutoModelForCausalLM": auto_map["AutoModel"], **auto_map}
             return None
         return block_draft_config(name_or_path, content, names, **kwargs)
     return eagle3_config(name_or_path, content, hub_kwargs, **kwargs)
@@ -140,6 +142,29 @@ def eagle3_config(
     for auto_class in (AutoModel, AutoModelForCausalLM):
         auto_class.register(Eagle3Config, Eagle3ForSpeculation, exist_ok=True)
     return Eagle3Config.from_dict(content, name_or_path=str(name_or_path), **kwargs)
+
+
+def read_config_dict(
+    cls: type[PreTrainedConfig], read: Callable[..., tuple[dict, dict]], source: str | Path, /, **kwargs: Any
+) -> tuple[dict, dict]:
+    """
+    Returns what `read`, the `get_config_dict` of transformers, returns for a class of configurations `cls`. That of an EAGLE-3 draft
+    of another project comes in our schema. PEFT asks for it, for example, when it saves an adapter. Raises `ValueError` if the
+    file holds no object, or the draft is of an unsupported kind or broken.
+    """
+    from .file_checks import check_is_object
+
+    check_is_object(source, **kwargs)
+    content, unused_kwargs = read(source, **kwargs)
+    hub_kwargs = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+    is_other = content.keys().isdisjoint(("speculators_model_type", "transformer_layer_config"))
+    may_be = is_other and content and cls.model_type == "eagle3" and not Path(source).is_file()
+    if may_be and kind_of_draft(content, source, hub_kwargs)[0] is is_draft:
+        from .checkpoints import read as read_checkpoint
+
+        config, *_ = read_checkpoint(content, source, **hub_kwargs)
+        content = {**config.to_dict(), "_name_or_path": str(source)}
+    return content, unused_kwargs
 
 
 def block_draft_config(
@@ -171,7 +196,10 @@ def kind_of_draft(
         may_be, is_certain = may_be_draft(content)
         names = tensor_names_on_hub(name_or_path, is_certain, **hub_kwargs) if may_be else []
     if names:
-        return next((kind for kind in (is_draft, is_block_draft) if kind(names)), None), names
+        kind = next((kind for kind in (is_draft, is_block_draft) if kind(names)), None)
+        if kind is None and "fc.weight" in names and may_be_draft(content)[1]:
+            kind = is_draft  # without its layers: reading it says so
+        return kind, names
     if may_be_draft(content)[1]:  # transformers would not say what is broken
         from .file_checks import read_file, read_index
 

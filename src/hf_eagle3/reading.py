@@ -14,15 +14,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.utils import logging
 
-from .file_checks import check_files
+from .file_checks import check_files, read_json
 from .remote_code.auto_eagle3 import logger
 from .remote_code.configuration_eagle3 import default_aux_layer_ids
 from .remote_code.loading_eagle3 import check_loading_info
-from .tensor_names import our_names
+from .tensor_names import find, our_names
 
 
 if TYPE_CHECKING:
     from .remote_code.draft_model_eagle3 import DraftModel
+
+# The target's, with which `speculators` trains. Some converters store them.
+OF_TARGET = {"verifier_lm_head.weight", "verifier_norm.weight"}
 
 
 def read_draft(
@@ -46,15 +49,21 @@ def read_draft(
     Raises:
         ValueError: see [`~draft_model_eagle3.DraftModel.from_pretrained`].
     """
-    source, variant = str(path), kwargs.get("variant")
+    source, variant, adapter = str(path), kwargs.get("variant"), kwargs.get("adapter_kwargs") or {}
     report: dict[str, Any] = {}
     needs_config = kwargs.get("config") is None
     content = None if path is None else check_files(source, variant, needs_config, **hub_kwargs)
+    if path is not None and content is None and needs_config:
+        return read_adapter(cls, read, source, args, kwargs, hub_kwargs)
     if content is not None and hub_kwargs.get("force_download"):  # the checks have just downloaded all files
         hub_kwargs, kwargs = ({**each, "force_download": False} for each in (hub_kwargs, kwargs))
     if content is not None and not cls.config_class.recognises(content, source):
         from . import checkpoints  # here, because that module imports this one
 
+        if kwargs.get("state_dict") is not None:  # as transformers says
+            raise ValueError(
+                f"`state_dict` cannot be passed together with the name of a draft, {source}. Pass `None` as its name."
+            )
         config, tensors, report = checkpoints.read(content, source, variant=variant, **hub_kwargs)
         path, kwargs = None, {**checkpoints.with_config(config, kwargs), "state_dict": tensors}
     draft, info = read_and_mend(partial(read, path, *args), kwargs, source, content, **hub_kwargs)
@@ -63,7 +72,42 @@ def read_draft(
     if report:
         draft.name_or_path = draft.config.name_or_path = source
         logger.info(f"{source} was read as a checkpoint of the {report['format']} format: {report}")
+        if (
+            name := adapter.get("_adapter_model_path")
+        ) is not None:  # the Auto classes pass it on, and transformers needs a name
+            load_adapter(draft, name, {key: value for key, value in adapter.items() if key != "_adapter_model_path"})
     return draft, {**info, **report}, None if report else content
+
+
+def read_adapter(
+    cls: "type[DraftModel]",
+    read: Callable[..., tuple["DraftModel", dict[str, Any]]],
+    source: str,
+    args: tuple,
+    kwargs: dict[str, Any],
+    hub_kwargs: dict[str, Any],
+) -> tuple["DraftModel", dict[str, Any], dict[str, Any] | None]:
+    """
+    Reads the draft of any format that an adapter names, and loads the adapter `source` into it. See [`read_draft`]. Raises
+    `ValueError` or `OSError` if the draft is not where the adapter says.
+    """
+    base = read_json(str(find(source, "adapter_config.json", **hub_kwargs)))["base_model_name_or_path"]
+    of_base = [{name: each[name] for name in each.keys() - {"revision", "subfolder"}} for each in (kwargs, hub_kwargs)]
+    try:
+        draft, info, content = read_draft(cls, read, base, args, *of_base)
+    except (OSError, ValueError) as error:
+        kind = OSError if isinstance(error, OSError) else ValueError
+        raise kind(
+            f"{source} is an adapter of the draft {base}, which cannot be loaded. If it is elsewhere (a `subfolder`, a `revision`), load it "
+            f"from there, and pass both to `PeftModel.from_pretrained`. {error}"
+        ) from error
+    load_adapter(draft, source, hub_kwargs)
+    return draft, info, content
+
+
+def load_adapter(draft: "DraftModel", source: str, hub_kwargs: dict[str, Any]) -> None:
+    """Loads an adapter into a draft. Raises `ValueError` if its tensors are not those that its configuration describes."""
+    check_loading_info(draft.load_adapter(source, adapter_kwargs=hub_kwargs).to_dict(), source)
 
 
 def read_and_mend(
@@ -107,6 +151,7 @@ def read_and_mend(
     check_num_states(draft, info, source)
     is_ours = "weights_digest" in content or "_eagle3.Eagle3Config" in str(content.get("auto_map"))
     if not is_ours:
+        info["unexpected_keys"].difference_update(OF_TARGET)
         sort_tokens(draft, info)
         check_order(draft, source)
     mend_mapping(draft, info, source, variant=kwargs.get("variant"), **hub_kwargs)

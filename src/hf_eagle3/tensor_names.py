@@ -28,6 +28,7 @@ QWEN3_LAYER = {
 }
 # Names that only EAGLE-3's drafts have: SafeAILab's, and those of speculators' research code.
 OF_EAGLE3 = ("midlayer.", "lm_head_layernorm.")
+FIRST_LAYERS = ("midlayer.", "midlayer.0.", "layers.0.")
 WRAPPERS = r"\b_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\."
 # Arguments of `cached_file` that make it return `None` for a missing file.
 LENIENT = {
@@ -98,15 +99,23 @@ def without_prefix(names: Iterable[str]) -> dict[str, str]:
     Maps names of tensors to the names without the prefix that wrappers added (`model.`, `module.model.`).
 
     The prefix is what stands before `fc` or the first layer. A name that has only a part of it loses that part.
-    `torch.compile`, FSDP and activation checkpointing may add theirs also within names.
+    If these two have different prefixes, they belong together if the only first layer is EAGLE-3's, and each loses its own.
+    Otherwise the shortest counts: a target with a draft in training has two first layers. `torch.compile`, FSDP and activation
+    checkpointing may add theirs also within names.
     """
     shorter = {name: re.sub(WRAPPERS, "", name) for name in names}
-    marks = ("fc.weight", "midlayer.self_attn.o_proj.weight", "layers.0.self_attn.o_proj.weight")
-    prefixes = [name[: -len(mark)] for name in shorter.values() for mark in marks if name.endswith(mark)]
-    prefixes = [prefix for prefix in prefixes if not prefix or prefix.endswith(".")]
-    parts = min(prefixes, key=len, default="").split(".")[:-1]
-    for name in shorter:
-        for part in parts:
+
+    def before(*marks: str) -> list[str]:
+        found = [name[: -len(mark)] for name in shorter.values() for mark in marks if name.endswith(mark)]
+        return [prefix for prefix in found if not prefix or prefix.endswith(".")]
+
+    of_layers = before(*(f"{layer}self_attn.o_proj.weight" for layer in FIRST_LAYERS))
+    prefixes = sorted({*before("fc.weight"), *of_layers}, key=len)
+    of_eagle3 = tuple(prefix + mark for prefix in of_layers for mark in ("midlayer.", "layers.0.hidden_norm."))
+    if len(of_layers) != 1 or not any(name.startswith(of_eagle3) for name in shorter.values()):
+        prefixes = prefixes[:1]
+    for part in [part for prefix in prefixes for part in prefix.split(".")[:-1]]:
+        for name in shorter:
             shorter[name] = shorter[name].removeprefix(part + ".")
     return shorter
 
@@ -114,11 +123,10 @@ def without_prefix(names: Iterable[str]) -> dict[str, str]:
 def our_names(names: Iterable[str]) -> dict[str, str]:
     """
     Maps names of a draft's tensors to ours: without a prefix, and `layers.0` for SafeAILab's `midlayer`. Model-Optimizer
-    numbered several of these (`midlayer.1`).
+    numbered several of these (`midlayer.1`). As in vLLM and SGLang, `model.` may stand before some names only.
     """
-    numbered = {
-        name: re.sub(r"^midlayer\.(\d+)\.", r"layers.\1.", short) for name, short in without_prefix(names).items()
-    }
+    shorter = {name: short.removeprefix("model.") for name, short in without_prefix(names).items()}
+    numbered = {name: re.sub(r"^midlayer\.(\d+)\.", r"layers.\1.", short) for name, short in shorter.items()}
     return {name: re.sub(r"^midlayer\.", "layers.0.", short) for name, short in numbered.items()}
 
 

@@ -12,7 +12,7 @@ from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 from .environment import is_missing_folder
 from .file_checks import check_is_fetched, check_is_object, read_json
 from .remote_code.configuration_eagle3 import DRAFT_KEYS
-from .tensor_names import LENIENT, find
+from .tensor_names import HUB_ARGUMENTS, LENIENT, check_is_reachable, find
 
 
 if TYPE_CHECKING:
@@ -29,11 +29,15 @@ PROCESSOR_FILES = ("chat_template.json", "processor_config.json")
 
 def check_is_target(name: str | Path, **kwargs: Any) -> None:
     """
-    Raises `ValueError` if a model is a draft or an adapter, or its config.json is not an object, and `FileNotFoundError` if it is a path
-    that does not exist. `kwargs` are for `PreTrainedConfig.get_config_dict`.
+    Raises `ValueError` if a model is a draft or an adapter, or its config.json is not an object, `FileNotFoundError` if it is a path
+    that does not exist, and `OSError` if the Hub cannot be asked for it. `kwargs` are for `PreTrainedConfig.get_config_dict`.
     """
     if is_missing_folder(str(name)):
         raise FileNotFoundError(f"There is no folder {name}. Pass the folder of the target, or a Hub id (owner/name).")
+    if "gguf_file" not in kwargs:  # each file takes half a minute without a connection
+        check_is_reachable(
+            name, "config.json", **{key: value for key, value in kwargs.items() if key in HUB_ARGUMENTS}
+        )
     check_is_object(name, **kwargs)
     try:
         content, _ = PreTrainedConfig.get_config_dict(name, **kwargs)

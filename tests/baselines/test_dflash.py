@@ -20,6 +20,7 @@ from hf_eagle3.baselines.block_tree import grow_block_tree
 from hf_eagle3.baselines.dflash import BlockProposer, spread_layer_ids
 from hf_eagle3.remote_code.policy_eagle3 import Calibration
 from hf_eagle3.remote_code.tree_eagle3 import GenerationCall, Plan, Prices
+from hf_eagle3.tokenizer import load_tokenizer
 from hf_eagle3.training.target_states import TargetStates
 
 
@@ -176,6 +177,35 @@ def speculators_config(windows=(), **changes):
         layer_types = ["sliding_attention" if i in windows else "full_attention" for i in range(2)]
         layers |= {"layer_types": layer_types, "sliding_window": 4, "use_sliding_window": True}
     return {**config, **changes}
+
+
+def open_spec_config(config, first=1, **changes):
+    """The Open Spec Config that later versions of `speculators` write instead of a `config.json` of theirs."""
+    names = ("draft_vocab_size", "mask_token_id", "sample_from_anchor", "sliding_window_non_causal")
+    settings = {
+        "method": "dflash",
+        "speculative_tokens": config["block_size"] - 1,
+        "target_layer_ids": [id_ - 1 + first for id_ in config["aux_hidden_state_layer_ids"]],
+        "target_layer_start_idx": first,
+        "training_framework": "vllm-project/speculators",
+        "training_framework_version": "0.10.0",
+        "verifier": config["speculators_config"]["verifier"]["name_or_path"],
+        **{name: config[name] for name in names},
+    }
+    return {
+        **config["transformer_layer_config"],
+        "architectures": ["DflashDraftModel"],
+        "dtype": "float32",
+        "open_spec_config_version": "0.0.0",
+        "speculative_config": {**settings, **changes},
+        "speculators_metadata": {
+            "auto_map": {"": "config.DFlashSpeculatorConfig"},
+            "speculators_version": "0.10.0",
+            "transformers_version": "5.24.0",
+            "verifier_architectures": ["LlamaForCausalLM"],
+        },
+        "target_hidden_size": None,
+    }
 
 
 def naive_logits(
@@ -798,8 +828,9 @@ def test_code_that_is_trusted_is_theirs(tmp_path):
     code = "from transformers import Qwen3Config, PreTrainedModel\n\n\nclass DFlashDraftModel(PreTrainedModel):\n"
     code += "    config_class = Qwen3Config\n\n    def __init__(self, config):\n        super().__init__(config)\n        self.post_init()\n"
     (folder / "dflash.py").write_text(code)
-    theirs = AutoModel.from_pretrained(folder, trust_remote_code=True)
-    assert type(theirs).__module__.startswith("transformers_modules.") and type(theirs.config) is Qwen3Config
+    for loader in (AutoModel, AutoModelForCausalLM):  # which would make a random Qwen3 for the second
+        theirs = loader.from_pretrained(folder, trust_remote_code=True)
+        assert type(theirs).__module__.startswith("transformers_modules.") and type(theirs.config) is Qwen3Config
 
 
 def test_layer_ids_that_angelslim_repeats(tmp_path):
@@ -851,6 +882,51 @@ def test_what_is_not_understood_is_refused(tmp_path, changes, message):
 )  # fmt: skip
 def test_what_is_not_understood_of_speculators_is_refused(tmp_path, changes, message):
     folder = write_checkpoint(tmp_path / "draft", {**SPECULATORS_CONFIG, **changes})
+    for load in (DFlashForSpeculation.from_pretrained, AutoModel.from_pretrained, AutoConfig.from_pretrained):
+        with pytest.raises(ValueError, match=message):
+            load(folder)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("windows", [(), (1,)])
+def test_open_spec_config(tmp_path, first, windows):
+    """It says the same as the `config.json` of older versions of `speculators`."""
+    config = speculators_config(windows, sliding_window_non_causal=True)
+    expected = AutoModel.from_pretrained(write_checkpoint(tmp_path / "older", config))
+    folder = write_checkpoint(tmp_path / "draft", open_spec_config(config, first))
+    assert AutoConfig.from_pretrained(folder).eagle_aux_hidden_state_layer_ids == [1, 3]
+    for loader in (AutoModel, DFlashForSpeculation):
+        draft = loader.from_pretrained(folder)
+        others = dict.fromkeys(("_name_or_path", "speculators_config"))
+        ours, theirs = ({**each.config.to_dict(), **others} for each in (draft, expected))
+        assert type(draft) is DFlashForSpeculation and ours == theirs and draft.config.verifier == "me/Target"
+        assert all(tensor.equal(expected.state_dict()[name]) for name, tensor in draft.state_dict().items())
+    with pytest.raises(ValueError, match="draft is a draft, not a target"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "message"),
+    [
+        ({"open_spec_config_version": "1.0.0"}, {}, "version '1.0.0' of the Open Spec Config, for the method 'dflash'"),
+        ({}, {"method": "eagle3"}, "for the method 'eagle3'"),
+        ({"speculative_config": ["dflash"]}, {}, "for the method None"),
+        ({}, {"mask_token_id": None, "block_size": 4}, "lacks .'mask_token_id'., and has unknown keys: .'block_size'"),
+        ({}, {"target_layer_start_idx": 2}, "`target_layer_start_idx` is 2, but must be 0 or 1"),
+        ({}, {"speculative_tokens": "7"}, "`speculative_tokens` is '7', but must be an integer"),
+        ({}, {"speculative_tokens": 0}, "`block_size` is 1"),
+        ({}, {"sample_from_anchor": True}, "sample_from_anchor.*which hf-eagle3 does not read"),
+        ({}, {"target_layer_ids": [-1]}, "`target_layer_ids` is .-1"),
+        ({"speculators_metadata": {"markov_rank": 8}}, {}, "markov_rank"),
+        ({"speculators_metadata": [1]}, {}, "speculators_metadata"),
+        ({"quantization_config": {"quant_method": "fp8"}}, {}, "quantization_config"),
+        ({"partial_rotary_factor": 0.5}, {}, "rotate whole heads"),
+        ({"shared_experts": 2}, {}, "shared_experts"),
+    ],
+)  # fmt: skip
+def test_what_is_not_understood_of_an_open_spec_config_is_refused(tmp_path, changes, settings, message):
+    config = {**open_spec_config(SPECULATORS_CONFIG, **settings), **changes}
+    folder = write_checkpoint(tmp_path / "draft", config)
     for load in (DFlashForSpeculation.from_pretrained, AutoModel.from_pretrained, AutoConfig.from_pretrained):
         with pytest.raises(ValueError, match=message):
             load(folder)

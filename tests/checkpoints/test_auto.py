@@ -8,11 +8,12 @@ import pytest
 import torch
 from conftest import make_baseline, make_draft, make_prompt, make_target
 from huggingface_hub import HfApi
+from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaModel
 
 from hf_eagle3 import Eagle3Config, Eagle3ForSpeculation
 from hf_eagle3.baselines import DFlashConfig, DFlashForSpeculation
-from hf_eagle3.checkpoints import export, target_class
+from hf_eagle3.checkpoints import export, load_ends, target_class
 from hf_eagle3.tokenizer import load_tokenizer
 
 
@@ -193,6 +194,21 @@ def test_folders_that_do_not_exist(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match=f"There is no folder {name}"):
         Eagle3ForSpeculation.from_pretrained(name)
+
+
+@pytest.mark.parametrize("load", [target_class, load_tokenizer, load_ends])
+def test_a_target_that_is_not_here_and_no_connection(tmp_path, monkeypatch, load):
+    """Each file that is asked for takes half a minute."""
+    asked = []
+
+    def ask(*args, **kwargs):
+        asked.append(args)
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr("transformers.utils.hub.hf_hub_download", ask)
+    with pytest.raises(OSError, match="There is no folder models/target, and the Hub cannot be asked"):
+        load("models/target")
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("loader", [Eagle3ForSpeculation, AutoModel])

@@ -13,11 +13,12 @@ import pytest
 import torch
 from checkpoints.test_formats import assert_same, export, make_reference, midlayer, sglang, write
 from conftest import make_prompt, make_target
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.utils import logging
 
-from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3 import Eagle3Config, Eagle3ForSpeculation
 from hf_eagle3.tensor_names import is_draft, without_prefix
 
 
@@ -270,9 +271,32 @@ def test_prefixes(tmp_path, target, prefix):
 
 
 @pytest.mark.parametrize(
+    "rename",
+    [
+        lambda name: "model." * name.startswith(("layers", "midlayer")) + name,
+        lambda name: "model." * name.startswith(("fc", "norm")) + name,
+        lambda name: "model." * name.startswith("norm") + name,
+        lambda name: "model." * name.startswith(("lm_head", "d2t", "t2d")) + name,
+        lambda name: {"layers": "draft.", "midlayer": "draft.", "fc": "model."}.get(name.split(".")[0], "") + name,
+        lambda name: "draft_model." + "model." * name.startswith(("layers", "midlayer")) + name,
+    ],
+    ids=["layer", "fc and norm", "norm", "head", "two", "one in the other"],
+)
+@pytest.mark.parametrize("names", [midlayer, torch.nn.Module.state_dict], ids=["midlayer", "layers.0"])
+def test_prefixes_of_some_names(tmp_path, target, reference, rename, names):
+    tensors = {rename(name): tensor for name, tensor in names(reference).items()}
+    config = sglang(reference, architectures=["LlamaForCausalLM"])
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        assert_same(load(tmp_path / "draft", config, tensors, loader), reference, target)
+
+
+@pytest.mark.parametrize(
     "names, expected",
     [
         (["midlayer.self_attn.o_proj.weight"], True),
+        (["fc.weight", "model.midlayer.self_attn.o_proj.weight"], True),
+        (["fc.weight", "model.layers.0.self_attn.o_proj.weight", "model.layers.0.hidden_norm.weight"], True),
+        (["eagle_module.midlayer.self_attn.o_proj.weight", "model.layers.0.self_attn.o_proj.weight"], False),
         (["fc.weight", "layers.0.self_attn.o_proj.weight"], True),
         (["model.fc.weight", "model.layers.0.hidden_norm.weight", "lm_head.weight"], True),
         (["d2t", "lm_head.weight"], True),
@@ -374,6 +398,14 @@ def test_no_draft_is_taken_for_a_random_model(tmp_path, reference, loader, kind,
     assert all(tensor.equal(reference.state_dict()[name]) for name, tensor in draft.state_dict().items())
 
 
+@pytest.mark.parametrize("loader", [Eagle3ForSpeculation, AutoModel, AutoModelForCausalLM])
+def test_a_draft_without_its_layers_is_taken_for_no_random_model(tmp_path, target, loader):
+    reference = make_reference(target, full=True)
+    tensors = {name: tensor for name, tensor in reference.state_dict().items() if "layers" not in name}
+    with pytest.raises(ValueError, match="in no known EAGLE-3 format.*holds .'fc.weight', 'lm_head.weight', 'norm"):
+        load(tmp_path / "draft", sglang(reference), tensors, loader)
+
+
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_eagle_1_is_taken_for_no_random_model(tmp_path, target, num_layers):
     reference = make_reference(target, num_hidden_layers=num_layers)
@@ -453,6 +485,46 @@ def test_an_adapter_of_the_target_is_mentioned(tmp_path, target, reference, said
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "target"}))
     assert_same(Eagle3ForSpeculation.from_pretrained(folder), reference, target)
     assert [text for text in said if "target.load_adapter" in text and str(folder) in text]
+
+
+def test_an_adapter_of_the_draft(tmp_path, target, reference):
+    """PEFT asks for the configuration of its draft, and transformers would load it into drafts in our format only."""
+    folder = write(tmp_path / "draft", sglang(reference), midlayer(reference))
+    settings = LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    adapted = get_peft_model(Eagle3ForSpeculation.from_pretrained(folder), settings)
+    adapted.save_pretrained(tmp_path / "adapter")
+    expected = adapted.merge_and_unload()
+    assert not expected.layers[0].mlp.up_proj.weight.equal(reference.layers[0].mlp.up_proj.weight)
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        loaded = loader.from_pretrained(tmp_path / "adapter")
+        assert loaded._hf_peft_config_loaded
+        assert_same(loaded, expected, target)
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    save_file(dict(list(tensors.items())[1:]), tmp_path / "adapter" / "adapter_model.safetensors", {"format": "pt"})
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        with pytest.raises(ValueError, match="adapter does not hold the tensors that .* Missing: .'layers.0"):
+            loader.from_pretrained(tmp_path / "adapter")
+    folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="adapter is an adapter of the draft .*draft, which cannot be loaded.*no folder"):
+        Eagle3ForSpeculation.from_pretrained(tmp_path / "adapter")
+    folder.mkdir()
+    (tmp_path / "elsewhere").rename(folder / "inside")
+    with pytest.raises(ValueError, match="cannot be loaded. If it is elsewhere .a `subfolder`.*no config.json"):
+        Eagle3ForSpeculation.from_pretrained(tmp_path / "adapter")
+
+
+def test_its_configuration_alone(tmp_path, reference):
+    folder = write(tmp_path / "draft", sglang(reference), midlayer(reference))
+    config = Eagle3Config.from_pretrained(folder)
+    assert config.to_dict() == AutoConfig.from_pretrained(folder).to_dict() and config.draft_vocab_size == 32
+
+
+@pytest.mark.parametrize("loader", [Eagle3ForSpeculation, AutoModel])
+def test_weights_of_the_caller(tmp_path, reference, loader):
+    """They would be passed over without a word."""
+    folder = write(tmp_path / "draft", sglang(reference), midlayer(reference))
+    with pytest.raises(ValueError, match="`state_dict` cannot be passed together with the name of a draft, .*draft"):
+        loader.from_pretrained(folder, state_dict=reference.state_dict())
 
 
 @pytest.mark.parametrize("loader", [Eagle3ForSpeculation, AutoModel])

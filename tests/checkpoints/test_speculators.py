@@ -131,6 +131,15 @@ def test_the_report_of_a_failed_conversion_is_shown(monkeypatch):
     assert messages == ["LOAD REPORT fc.weight CONVERSION"]
 
 
+@pytest.mark.parametrize("loader", [Eagle3ForSpeculation, AutoModel])
+def test_what_training_needs_of_the_target(tmp_path, loader):
+    """`speculators` does not save its norm and its head, but converters do."""
+    of_target = {"verifier_norm.weight": torch.ones(32), "verifier_lm_head.weight": torch.ones(12, 32)}
+    held = loader.from_pretrained(copy_of(tmp_path, "classic", **of_target), dtype=torch.float32).state_dict()
+    expected = load_file(FIXTURES / "classic" / "model.safetensors")
+    assert held.keys() == expected.keys() and all(held[name].equal(expected[name]) for name in held)
+
+
 def test_mappings_as_others_write_them(tmp_path):
     """vLLM ignores `t2d`, and a mapping of the whole vocabulary. Of sorted tokens, `t2d` says as much as `d2t`."""
     expected = load_file(FIXTURES / "classic" / "model.safetensors")

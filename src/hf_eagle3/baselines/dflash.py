@@ -196,8 +196,6 @@ class DFlashForSpeculation(BaselineDraft):
     _supports_sdpa = True
     _supports_attention_backend = True
     _keys_to_ignore_on_save = ["lm_head.weight"]
-    # Training in `speculators` needs them for the targets.
-    _keys_to_ignore_on_load_unexpected = [r"^verifier_norm\.weight$", r"^verifier_lm_head\.weight$"]
 
     def __init__(self, config: DFlashConfig):
         super().__init__(config)

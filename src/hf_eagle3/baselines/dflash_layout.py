@@ -1,4 +1,7 @@
-"""The `config.json` of DFlash drafts (z-lab's, JetSpec's and those of `speculators`), and what [`DFlashConfig`] makes of it."""
+"""
+The `config.json` of DFlash drafts (z-lab's, JetSpec's, those of `speculators`, and the Open Spec Config), and what [`DFlashConfig`]
+makes of it.
+"""
 
 import hashlib
 import json
@@ -63,15 +66,30 @@ NEUTRAL_SPECULATORS_KEYS = {
     "pure_draft_prefix_len",
     "speculators_model_type",
     "speculators_version",
+    "verifier_architectures",
 }
+# The keys of `speculative_config` in an Open Spec Config: those that every draft needs, and the others.
+OPEN_KEYS = (
+    "mask_token_id",
+    "sample_from_anchor",
+    "sliding_window_non_causal",
+    "speculative_tokens",
+    "target_layer_ids",
+    "target_layer_start_idx",
+)
+OPTIONAL_OPEN_KEYS = ("draft_vocab_size", "method", "training_framework", "training_framework_version", "verifier")
+# At the top level beside them, and not about the layers.
+OUTSIDE_LAYERS = ("auto_map", "quantization_config", "target_hidden_size", *TOKEN_KEYS, *TYPE_KEYS)
 
 
 def nested_form(content: dict[str, Any]) -> dict[str, Any]:
     """
-    Returns the fields of a [`DFlashConfig`], given them or a `config.json` in z-lab's layout or that of `speculators`. In
-    z-lab's, ids of layers count outputs, so `k` is the state that enters layer `k + 1`, and -1 is the embedding. Raises
-    `ValueError` if it is not a block draft's, or has unknown keys.
+    Returns the fields of a [`DFlashConfig`], given them or a `config.json` in z-lab's layout, that of `speculators`, or the Open Spec
+    Config. In z-lab's, ids of layers count outputs, so `k` is the state that enters layer `k + 1`, and -1 is the embedding.
+    Raises `ValueError` if it is not a block draft's, or has unknown keys.
     """
+    if "open_spec_config_version" in content:
+        content = of_open_spec(content)
     if content.get("speculators_model_type") == "dflash":
         return speculators_form(content)
     is_qwen3 = content.get("model_type") in ("qwen3", None)
@@ -133,6 +151,48 @@ def nested_form(content: dict[str, Any]) -> dict[str, Any]:
 def without_defaults(content: dict[str, Any]) -> dict[str, Any]:
     """Returns a configuration without the keys that have their [`BLOCK_DEFAULTS`]."""
     return {key: value for key, value in content.items() if key not in BLOCK_DEFAULTS or value != BLOCK_DEFAULTS[key]}
+
+
+def of_open_spec(content: dict[str, Any]) -> dict[str, Any]:
+    """
+    Returns a `config.json` in the layout of `speculators`, given one in the Open Spec Config that its later versions write. There
+    the keys of the layers stand at the top level. `target_layer_start_idx` says what ids of layers count: 0 outputs, 1 inputs.
+    Raises `ValueError` if its version or method is another one, or keys are missing or unknown.
+    """
+    settings: Any = content.get("speculative_config")
+    version = content["open_spec_config_version"]
+    method = settings.get("method") if isinstance(settings, dict) else None
+    if version != "0.0.0" or method != "dflash":
+        raise ValueError(
+            f"This config.json is in version {version!r} of the Open Spec Config, for the method {method!r}. Only version '0.0.0' for "
+            "'dflash' is supported. An engine such as vLLM may run this draft."
+        )
+    missing = [key for key in OPEN_KEYS if settings.get(key) is None]
+    unknown = unknown_keys(settings, {*OPEN_KEYS, *OPTIONAL_OPEN_KEYS})
+    if missing or unknown:
+        raise ValueError(
+            f"`speculative_config` in this config.json lacks {missing or 'nothing'}, and has unknown keys: {unknown or 'none'}. "
+            "Download the draft again, or try a newer hf-eagle3."
+        )
+    first, num_tokens = settings["target_layer_start_idx"], settings["speculative_tokens"]
+    if first not in (0, 1) or type(num_tokens) is not int:
+        raise ValueError(
+            f"`target_layer_start_idx` is {first!r}, but must be 0 or 1, and `speculative_tokens` is {num_tokens!r}, but must be an integer."
+        )
+    metadata = content.get("speculators_metadata")
+    outside = {key: content[key] for key in OUTSIDE_LAYERS if key in content}
+    not_layers = {"architectures", "open_spec_config_version", "speculative_config", "speculators_metadata", *outside}
+    return {
+        **(metadata if isinstance(metadata, dict) else {"speculators_metadata": metadata}),  # unknown
+        **outside,
+        "speculators_model_type": "dflash",
+        "transformer_layer_config": {key: value for key, value in content.items() if key not in not_layers},
+        "aux_hidden_state_layer_ids": [id_ + 1 - first for id_ in checked_layer_ids("target_layer_ids", settings)],
+        "block_size": num_tokens + 1,
+        "draft_vocab_size": settings.get("draft_vocab_size") or content.get("vocab_size"),
+        "speculators_config": {"verifier": {"name_or_path": settings.get("verifier")}},
+        **{key: settings[key] for key in ("mask_token_id", "sample_from_anchor", "sliding_window_non_causal")},
+    }
 
 
 def speculators_form(content: dict[str, Any]) -> dict[str, Any]:

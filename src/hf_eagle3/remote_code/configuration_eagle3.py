@@ -27,7 +27,8 @@ AUTO_MAP = {
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "has_own_embed_tokens")
 # Keys of config.json that only drafts have: ours and those of `speculators`, and those of other projects.
-DRAFT_KEYS = {"speculators_model_type", "draft_vocab_size", "eagle_config", "dflash_config"}
+SPECULATORS_KEYS = ("speculators_model_type", "open_spec_config_version")
+DRAFT_KEYS = {*SPECULATORS_KEYS, "draft_vocab_size", "eagle_config", "dflash_config"}
 # Others write these into a config.json. They do not change a draft.
 NEUTRAL_KEYS = {
     "auto_map",
@@ -182,10 +183,12 @@ class Eagle3Config(PreTrainedConfig):
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> Any:
-        """[`~transformers.PreTrainedConfig.get_config_dict`] that raises `ValueError` if there is something else in the file."""
+        """[`~transformers.PreTrainedConfig.get_config_dict`]. If hf-eagle3 is installed, it checks the file, and reads other formats."""
+        read = super().get_config_dict
         if IS_INSTALLED:
-            installed_module("file_checks", "A configuration").check_is_object(pretrained_model_name_or_path, **kwargs)
-        return super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+            auto = installed_module("auto", "A configuration")
+            return auto.read_config_dict(cls, read, pretrained_model_name_or_path, **kwargs)
+        return read(pretrained_model_name_or_path, **kwargs)
 
     @classmethod
     def recognises(cls, config_dict: dict[str, Any], source: str | Path) -> bool:

@@ -3,6 +3,7 @@
 
 import functools
 import types
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -36,6 +37,10 @@ REPLAYABLE_MODEL_TYPES = (
 
 # Modules of these libraries keep nothing about the rows of a batch, except in hooks.
 ROW_WISE_MODULES = ("torch.", "transformers.", "peft.", "torchao.", "bitsandbytes.", "optimum.quanto.")
+# Linear layers of these libraries mix tokens only if [`mixes_tokens`] names them. PEFT's hold others.
+KNOWN_LAYERS = ("bitsandbytes.", "peft.", "torch.ao.", "transformers.")
+# Other linear layers that were tried, and do not.
+_TOKEN_WISE: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def is_sharded(target: PreTrainedModel) -> bool:
@@ -137,11 +142,41 @@ def mixes_tokens(target: PreTrainedModel) -> bool:
         return True
     # Of torchao, whose calibrated scales are stored.
     scaled = (weight for weight in target.parameters() if getattr(weight, "act_quant_scale", None) is None)
-    return any(
+    if any(
         type(getattr(settings, "granularity", None)).__name__ == "PerTensor"
         or getattr(settings, "use_dynamic_per_tensor_scale", False)  # NVFP4
         for settings in (getattr(weight, "act_quant_kwargs", None) for weight in scaled)
-    )
+    ):
+        return True
+    # Of others (Quark, GPTQModel's FP8, torchao's `Float8Linear`).
+    return any(is_unknown_layer(module) and mixes(module, target.dtype) for module in target.modules())
+
+
+def is_unknown_layer(module: nn.Module) -> bool:
+    """Whether a module is a linear layer that may compute something else than torch's."""
+    if not hasattr(module, "in_features") or type(module).__module__.startswith(KNOWN_LAYERS):
+        return False
+    # accelerate replaces `forward`, too, and harmlessly. Weights in other classes compute by themselves.
+    is_patched = "forward" in vars(module) and not hasattr(module, "_hf_hook")
+    weight = getattr(module, "weight", None)  # a packed one has other names
+    return type(module) is not nn.Linear or type(weight) is not nn.Parameter or is_patched
+
+
+def mixes(layer: Any, dtype: torch.dtype) -> bool:
+    """Whether a linear layer computes something else of a token if another one is a million times larger. Each is tried once."""
+    if layer in _TOKEN_WISE:
+        return False
+    try:
+        token = torch.linspace(-0.01, 0.01, layer.in_features, dtype=dtype, device=device_of(layer))
+        with torch.no_grad():
+            tokens = torch.stack([token, 1e6 * token])[None]
+            alone, beside = (layer.forward(tokens[:, :count])[0, 0].float() for count in (1, 2))
+    except Exception:  # it takes other inputs, or processes hold shares of it
+        return False
+    if (beside - alone).norm() > 0.05 * alone.norm():  # more than rounding
+        return True
+    _TOKEN_WISE.add(layer)
+    return False
 
 
 def check_given_cache(target: PreTrainedModel, cache: Cache, mask: torch.Tensor | None, may_replay: bool) -> None:
