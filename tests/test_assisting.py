@@ -193,6 +193,12 @@ def test_caches_that_cannot_forget_are_left_to_plain_decoding(pair, implementati
     assert other_decoding(target, draft, generation_config=GenerationConfig(cache_implementation=implementation))
 
 
+def test_contrastive_search_is_left_to_its_own_code(pair):
+    """Which is on the Hub, and would get the draft as an argument."""
+    target, draft, _ = pair
+    assert other_decoding(target, draft, penalty_alpha=0.6, top_k=4) == "It asks for `penalty_alpha`."
+
+
 class Uncroppable(DynamicCache):
     def crop(self, *args):
         raise NotImplementedError

@@ -3,6 +3,7 @@
 import copy
 import threading
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,9 +26,13 @@ from transformers import (
     pipeline,
 )
 from transformers.cache_utils import DynamicLayer, StaticLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.remote_code import assistant_eagle3
+from hf_eagle3.remote_code import assistant_eagle3, verify_eagle3
+from hf_eagle3.remote_code.outputs_eagle3 import CACHE
 from hf_eagle3.remote_code.target_eagle3 import mixes_tokens
 
 
@@ -592,6 +597,77 @@ def test_target_that_accelerate_dispatches(target, draft):
     dispatched = dispatch_model(copy.deepcopy(target), device_map, main_device="cpu", force_hooks=True)
     assert hasattr(dispatched.model.layers[0], "_hf_hook")
     assert_same_text(dispatched, draft)
+
+
+def causal(num_queries, num_keys):
+    return torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)[None, None]
+
+
+def without_mask(query, key, value, attn_mask=None, is_causal=False, **kwargs):
+    return SDPA(query, key, value, causal(query.shape[2], key.shape[2]), **kwargs)
+
+
+def without_masks(module, query, key, value, attention_mask, **kwargs):
+    mask = causal(query.shape[2], key.shape[2])
+    return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+
+
+def own_forward(attention, hidden_states, attention_mask=None, **kwargs):
+    num_new, num_past = hidden_states.shape[1], kwargs[CACHE].get_seq_length(attention.layer_idx)
+    mask = causal(num_new, num_past + num_new)
+    return ATTENTION_FORWARD(attention, hidden_states, attention_mask=mask, **kwargs)
+
+
+class OwnAttention(torch.nn.Module):
+    def __init__(self, attention):
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, *args, **kwargs):
+        return own_forward(self.attention, *args, **kwargs)
+
+
+SDPA, ATTENTION_FORWARD = torch.nn.functional.scaled_dot_product_attention, LlamaAttention.forward
+
+
+@pytest.mark.parametrize("what", ["module", "forward", "class", "function", "torch"])
+def test_attention_that_somebody_replaced(what, warned, monkeypatch):
+    """It knows that `generate` needs no mask, so it ignores those of trees. The target's class is transformers' own."""
+    target, prompt = make_target("llama"), make_prompt(12)
+    oracle = make_oracle(target, target.generate(prompt, **SETTINGS))
+    if what == "torch":
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", without_mask)
+    if what == "function":
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", without_masks)
+    if what == "class":
+        monkeypatch.setattr(LlamaAttention, "forward", own_forward)
+    layer = target.model.layers[3]
+    if what == "module":
+        layer.self_attn = OwnAttention(layer.self_attn)
+    if what == "forward":
+        layer.self_attn.forward = partial(own_forward, layer.self_attn)
+    type(verify_eagle3.logger).warning_once.cache_clear()
+    oracle.generation_config.output_steps = True
+    steps = assert_same_text(target, oracle, prompt).steps
+    assert all(parents == [0, *range(len(parents) - 1)] for step in steps for (parents,) in [step.parents])  # chains
+    assert [text for text in warned if "cannot read a tree" in text]
+
+
+@pytest.mark.parametrize("counts_from_the_first", [True, False])
+def test_attention_that_takes_several_tokens_in_a_prompt_only(counts_from_the_first, warned, monkeypatch):
+    """Later they see too little (`is_causal=q_len > 1`, which is meant for as many keys), or each other."""
+
+    def attend(query, key, value, attn_mask=None, is_causal=False, **kwargs):
+        num_queries, num_keys = query.shape[2], key.shape[2]
+        is_causal = num_queries > 1 and (counts_from_the_first or num_queries == num_keys)
+        return SDPA(query, key, value, is_causal=is_causal, **kwargs)
+
+    target, prompt = make_target("llama"), make_prompt(12)
+    oracle = make_oracle(target, target.generate(prompt, **SETTINGS))
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    type(verify_eagle3.logger).warning_once.cache_clear()
+    assert assert_same_text(target, oracle, prompt).plain_steps == 23
+    assert [text for text in warned if "cannot read several tokens, so the draft proposes nothing" in text]
 
 
 def test_compiled_forward():

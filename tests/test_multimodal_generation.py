@@ -24,7 +24,13 @@ from seeing import (
     qwen3_5,
     qwen3_vl,
 )
-from transformers import AutoConfig, AutoModelForCausalLM, ImageTextToTextPipeline
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    ImageTextToTextPipeline,
+    VoxtralRealtimeConfig,
+    VoxtralRealtimeForConditionalGeneration,
+)
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.remote_code.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES
@@ -133,6 +139,18 @@ def test_a_target_that_passes_on_no_tree_is_refused(num_images):
     draft = Eagle3ForSpeculation.from_target(target).eval()
     with pytest.raises(ValueError, match="does not pass on the positions and the mask"):
         target.generate(**inputs, max_new_tokens=24, do_sample=False, assistant_model=draft)
+
+
+def test_sound_that_is_heard_with_each_token_is_refused():
+    """Siblings in a tree would hear different pieces of it."""
+    audio = {**VISION, "num_hidden_layers": 1, "num_attention_heads": 2, "num_mel_bins": 8, "head_dim": 8}
+    config = VoxtralRealtimeConfig(text_config={**TEXT, "sliding_window": None}, audio_config=audio)
+    target = VoxtralRealtimeForConditionalGeneration(config).eval()
+    call = {"input_ids": make_prompt(8), "input_features": torch.rand(1, 8, 8 * 40), "max_new_tokens": 4}
+    assert target.generate(**call, num_delay_tokens=6).shape == (1, 12)
+    draft = Eagle3ForSpeculation.from_target(target).eval()
+    with pytest.raises(ValueError, match="hears a piece of the sound with each token"):
+        target.generate(**call, num_delay_tokens=6, assistant_model=draft)
 
 
 @pytest.mark.parametrize(

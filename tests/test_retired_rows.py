@@ -2,9 +2,11 @@
 
 import copy
 import inspect
+from types import MethodType
 
 import pytest
 import torch
+from accelerate.utils import convert_outputs_to_fp32
 from conftest import make_batch, make_draft, make_target
 from peft import LoraConfig, get_peft_model
 from test_batch_generation import Columns, StopAtLength, assert_same_texts, generate, make_row_oracle
@@ -66,6 +68,15 @@ def test_rows_leave_although_the_draft_reads_by_hooks(is_copy, target, tmp_path,
     text = generate(target, batch, assistant_model=draft, **settings)
     assert text.tolist() == generate(target, batch, **settings).tolist()
     assert {len(step.rows) for step in draft.last_generation.steps} == {1, 2, 3}
+
+
+def test_rows_leave_a_target_in_mixed_precision(target, verified_rows):
+    """Whose forward accelerate wraps, as in training."""
+    target, batch, settings = copy.deepcopy(target), make_batch([5, 9, 17]), {"max_new_tokens": 40, "pad_token_id": 0}
+    settings["eos_token_id"] = end_token(batch, generate(target, batch, **settings))
+    target.forward = MethodType(convert_outputs_to_fp32(target.forward.__func__), target)
+    assert_same_texts(target, batch, **settings)
+    assert set(verified_rows) == {1, 2, 3}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import FAMILIES, each_once, make_batch, make_draft, make_oracle, make_prompt, make_target
+from conftest import FAMILIES, VOCAB_SIZE, each_once, make_batch, make_draft, make_oracle, make_prompt, make_target
 from simulated_graph import SIMULATION, SimulatedGraph
 from test_retired_rows import end_token
 from torch._dynamo.utils import counters
@@ -410,6 +410,21 @@ def test_walks_at_once_meet_broken_probabilities(waiting_host, target, draft):
         broken.generate(PROMPTS[0], max_new_tokens=5, do_sample=True, remove_invalid_values=False)
     with pytest.raises(RuntimeError, match="inf"):
         broken.generate(PROMPTS[0], max_new_tokens=5, do_sample=True, assistant_model=draft)
+
+
+def test_walks_at_once_do_not_process_scores_that_are_not_visited(waiting_host, target, monkeypatch):
+    """`eta_cutoff` raises if any are NaN, as those of drafted tokens may be, until something imports torch's compiler."""
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
+    broken, prompt, unsaid = copy.deepcopy(target), PROMPTS[0] % 70, range(70, VOCAB_SIZE)
+    broken.lm_head.weight.data[unsaid] = 0
+    settings = {"max_new_tokens": 12, "do_sample": True, "top_k": 20, "eta_cutoff": 0.01}
+    torch.manual_seed(0)
+    expected = broken.generate(prompt, **settings)
+    broken.get_input_embeddings().weight.data[unsaid] = torch.nan
+    draft = Eagle3ForSpeculation.from_target(broken, unsaid).eval()
+    draft.generation_config.tree_policy = "static"
+    torch.manual_seed(0)
+    assert torch.equal(broken.generate(prompt, **settings, assistant_model=draft), expected)
 
 
 @pytest.fixture

@@ -37,6 +37,7 @@ OTHER_DECODING = (
     "custom_generate",
     "dola_layers",
     "is_assistant",  # transformers' own, of another target or of this one's first layers
+    "penalty_alpha",
     "prompt_lookup_num_tokens",
     "use_mtp",
 )

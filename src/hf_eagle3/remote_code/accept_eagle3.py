@@ -236,19 +236,19 @@ class Sampler:
 
 # Logits processors and stopping criteria of transformers, by what they read of a text. None of it:
 PREFIX_FREE = {
-    *("EpsilonLogitsWarper", "EtaLogitsWarper", "InfNanRemoveLogitsProcessor", "LogitNormalization"),
-    *("MinPLogitsWarper", "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper", "TopKLogitsWarper"),
-    *("TopPLogitsWarper", "TypicalLogitsWarper"),
+    *("EpsilonLogitsWarper", "InfNanRemoveLogitsProcessor", "LogitNormalization", "MinPLogitsWarper"),
+    *("SuppressTokensLogitsProcessor", "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper"),
+    "TypicalLogitsWarper",
 }
 # Its last token and its length:
 READ_LAST_TOKEN = {"EosTokenCriteria", "MaxLengthCriteria"}
-# Their own row, whatever the other rows are:
+# Their own row, whatever the other rows are. (Eta's reads no text, but raises if a score is NaN, as at a rejected node.)
 ROW_WISE = {
-    *(*PREFIX_FREE, *READ_LAST_TOKEN, "ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor"),
-    *("ForcedEOSTokenLogitsProcessor", "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor"),
-    *("NoBadWordsLogitsProcessor", "NoRepeatNGramLogitsProcessor", "RepetitionPenaltyLogitsProcessor"),
-    *("SequenceBiasLogitsProcessor", "StopStringCriteria", "SuppressTokensAtBeginLogitsProcessor"),
-    *("TopHLogitsWarper", "WatermarkLogitsProcessor"),
+    *(*PREFIX_FREE, *READ_LAST_TOKEN, "EtaLogitsWarper", "ExponentialDecayLengthPenalty"),
+    *("ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor", "MinLengthLogitsProcessor"),
+    *("MinNewTokensLengthLogitsProcessor", "NoBadWordsLogitsProcessor", "NoRepeatNGramLogitsProcessor"),
+    *("RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor", "StopStringCriteria"),
+    *("SuppressTokensAtBeginLogitsProcessor", "TopHLogitsWarper", "WatermarkLogitsProcessor"),
 }
 # Applied to a draft's logits, too. The others sort all scores, which costs more than it saves, or change
 # little.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .auto_eagle3 import logger
 from .cache_eagle3 import check_cache, is_static, is_unused_static, is_user_defined
@@ -36,7 +37,7 @@ REPLAYABLE_MODEL_TYPES = (
 )
 
 # Modules of these libraries keep nothing about the rows of a batch, except in hooks.
-ROW_WISE_MODULES = ("torch.", "transformers.", "peft.", "torchao.", "bitsandbytes.", "optimum.quanto.")
+ROW_WISE_MODULES = ("torch.", "transformers.", "peft.", "torchao.", "bitsandbytes.", "optimum.quanto.", "accelerate.")
 # Linear layers of these libraries mix tokens only if [`mixes_tokens`] names them. PEFT's hold others.
 KNOWN_LAYERS = ("bitsandbytes.", "peft.", "torch.ao.", "transformers.")
 # Other linear layers that were tried, and do not.
@@ -112,6 +113,7 @@ def check_target(target: PreTrainedModel) -> None:
             f"{name} of transformers before 5.23 reads several tokens with another mask than one": (
                 target.config.model_type == "git" and not CAN_SELECT_HIDDEN_STATES
             ),
+            f"{name} hears a piece of the sound with each token": target.config.model_type == "voxtral_realtime",
             f"{name} has a `_sample` of its own, whose text may be another one": (
                 getattr(target._sample, "__func__", None) is not GenerationMixin._sample
             ),
@@ -280,13 +282,28 @@ def has_plain_modules(model: PreTrainedModel, known: tuple[str, ...]) -> bool:
     for_all = nn.modules.module
     hooks = [*for_all._global_forward_hooks.values(), *for_all._global_forward_pre_hooks.values()]
     for module in model.modules():
-        is_patched = "forward" in vars(module) and not hasattr(module, "_hf_hook")  # accelerate's is harmless
-        if is_patched or not type(module).__module__.startswith(known):
+        is_harmless = hasattr(module, "_hf_hook") or is_of(module.forward, ("accelerate.",))
+        is_patched = "forward" in vars(module) and not is_harmless
+        if is_patched or not (is_of(type(module), known) and is_of(module.forward, known)):
             return False
         # PEFT gives each row its own adapter in a hook. Hooks of others may do anything to a row.
         hooks += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     harmless = ("transformers.", "hf_eagle3.", f"{__package__}.")  # the last one of a copy
-    return all(getattr(hook, "__module__", "").startswith(harmless) for hook in hooks)
+    return all(is_of(hook, harmless) for hook in hooks)
+
+
+def has_own_code(target: PreTrainedModel) -> bool:
+    """Whether code that is not of known libraries computes the target: a class, a `forward`, or attention that somebody replaced."""
+    name = target.config.get_text_config(decoder=True)._attn_implementation
+    attention = ALL_ATTENTION_FUNCTIONS.get(name, nn.Module), nn.functional.scaled_dot_product_attention
+    code = (each for module in target.modules() for each in (type(module), module.forward))
+    known = (*ROW_WISE_MODULES, "compressed_tensors.", "gptqmodel.", "hqq.")  # which have linear layers only
+    return not all(is_of(each, known) for each in (*code, *attention))
+
+
+def is_of(code: Any, libraries: tuple[str, ...]) -> bool:
+    """Whether a class or a function is of these libraries."""
+    return (getattr(code, "__module__", None) or "").startswith(libraries)
 
 
 def position_limits(config: PreTrainedConfig) -> list[tuple[str, int]]:

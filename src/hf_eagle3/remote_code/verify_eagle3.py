@@ -21,12 +21,12 @@ from .cache_eagle3 import (
 )
 from .devices_eagle3 import on_device
 from .outputs_eagle3 import CACHE, INPUTS_BY_TOKEN, TOKEN_TYPES, ReturnedOutputs, TreeOutputs, aux_hidden_states
-from .target_eagle3 import position_limits, takes_trees, text_positions
+from .target_eagle3 import has_own_code, position_limits, takes_trees, text_positions
 from .text_eagle3 import SampleArguments, Text, align_right
 from .tree_eagle3 import DraftTree, Plan
 
 
-# Arguments of a forward that depend on its tokens. Trees have their own, or [`Verifier._try_siblings`] finds that they matter.
+# Arguments of a forward that depend on its tokens. Trees have their own, or [`Verifier._try_own_code`] finds that they matter.
 OF_TOKENS = {
     *INPUTS_BY_TOKEN,
     CACHE,
@@ -42,6 +42,7 @@ class Verifier:
     """The target during one call, with its cache and the inputs of its next forward."""
 
     cache: TreeCache
+    is_plain = False  # the target's code cannot read several tokens
 
     def __init__(
         self,
@@ -83,8 +84,8 @@ class Verifier:
         self._check_own_inputs(input_ids)
         if not self.cache.is_chain:
             self._inputs_for(DraftTree.chain(input_ids.new_zeros(len(input_ids), 2)))
-            if not type(self.target).__module__.startswith("transformers."):
-                self._try_siblings(input_ids)
+            if has_own_code(self.target):
+                self._try_own_code(input_ids, target_outputs)
         positions = text_positions(self.inputs)
         return TreeOutputs(target_outputs.logits[:, -1:], positions, self._states_of(target_outputs), target_outputs)
 
@@ -111,28 +112,53 @@ class Verifier:
                     "may change if a forward has several. Leave `assistant_model` out."
                 )
 
-    def _try_siblings(self, input_ids: torch.Tensor) -> None:
-        """Goes on with chains if the target's code refuses or ignores trees: siblings with the same token must predict the same."""
-        cache, target, num_rows, reason = self.cache, self.target, len(input_ids), None
-        if cache.is_static and cache.capacity - cache.length < 3:  # no tree will fit
+    def _try_own_code(self, input_ids: torch.Tensor, outputs: ModelOutput) -> None:
+        """
+        Tries whether the target's code reads trees and chains as it reads single tokens. If it refuses or ignores trees, the draft
+        proposes chains. If it reads chains differently, too, it proposes nothing.
+        """
+        cache, target, given = self.cache, self.target, self.inputs
+        token = input_ids[:, -1:].clamp(min=0) if input_ids.shape[1] > 0 else input_ids.new_ones(len(input_ids), 1)
+        # Below the root a chain, and a sibling of its first node. With fewer nodes rounding in bfloat16 hides what they see.
+        parents = on_device([[0, *range(9), 0]], token.device)
+        tokens, parents = token.expand(-1, parents.shape[1]), parents.expand(len(token), -1)
+        if cache.is_static and cache.capacity - cache.length < tokens.shape[1]:
+            cache.is_chain = True
             return
-        token = input_ids[:, -1:].clamp(min=0) if input_ids.shape[1] > 0 else input_ids.new_ones(num_rows, 1)
         cache.record()
+        self.inputs = target._update_model_kwargs_for_generation(outputs, dict(given), is_encoder_decoder=False)
+        self.num_forwards += 1
         try:
-            inputs, _ = self._inputs_for(DraftTree.from_parents(token.expand(-1, 3), token.new_zeros(num_rows, 3)))
-            siblings = target(**inputs, return_dict=True).logits[:, -2:].float()
-            rounding = siblings.abs().max() * torch.finfo(target.dtype).eps ** 0.5
-            if (siblings[:, 0] - siblings[:, -1]).abs().max() > rounding:
-                reason = "it ignores its mask or its positions"
-        except (IndexError, RuntimeError, TypeError, ValueError) as error:
-            reason = str(error)
+            text = torch.cat([input_ids, token], dim=1)
+            prepared = target.prepare_inputs_for_generation(text, next_sequence_length=1, **self.inputs)
+            expected = target(**prepared, return_dict=True).logits[:, -1].float()
+            if (reason := self._try(DraftTree.from_parents(tokens, parents), expected)) is not None:
+                cache.is_chain = True
+                self.is_plain = self._try(DraftTree.chain(tokens), expected) is not None
+                what, instead = ("several tokens", "nothing") if self.is_plain else ("a tree", "chains")
+                logger.warning_once(
+                    f"{type(target).__name__} cannot read {what}, so the draft proposes {instead}: {reason}"
+                )
         finally:
+            self.inputs = given
             cache.roll_back()
             cache.release()
+
+    def _try(self, tree: DraftTree, expected: torch.Tensor) -> str | None:
+        """Why the target does not predict what is `expected` at the root, or the same for siblings with the same token; or `None`."""
+        self.cache.roll_back()
         self.num_forwards += 1
-        if reason is not None:
-            logger.warning_once(f"{type(target).__name__} cannot read a tree, so the draft proposes chains: {reason}")
-            cache.is_chain = True
+        try:
+            logits = self.target(**self._inputs_for(tree)[0], return_dict=True).logits.float()
+        except (AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
+            return str(error)
+        self._check_logits(logits, tree.num_nodes)
+        differences = [logits[:, 0] - expected]
+        if not self.cache.is_chain:
+            differences.append(logits[:, 1] - logits[:, -1])
+        rounding = expected.abs().max() * torch.finfo(self.target.dtype).eps ** 0.5
+        is_same = torch.stack(differences).abs().max() <= rounding
+        return None if is_same else "it ignores its mask or its positions"
 
     def _states_of(self, target_outputs: ModelOutput) -> torch.Tensor | None:
         if not self.layer_ids:
@@ -156,7 +182,7 @@ class Verifier:
             if room >= -1 or kind != "longrope":
                 depth = min(depth, room)
         # In transformers 5.17 Phi-3 drops its cache at the switch and loses the past, which trees need.
-        if cache.length < text.longest - 1 or cache.num_replayed > TreeCache.MOST_REPLAYED:
+        if self.is_plain or cache.length < text.longest - 1 or cache.num_replayed > TreeCache.MOST_REPLAYED:
             depth = 0
         # Llama 4 scales queries by their index in the input. That is the position only in a chain.
         if getattr(config, "attn_temperature_tuning", False):
@@ -184,12 +210,7 @@ class Verifier:
         num_replayed, num_nodes = self.cache.num_replayed, tree.num_nodes
         target_outputs = self.forward(**inputs, return_dict=True)
         self.num_forwards += 1
-        if target_outputs.logits.shape[1] != num_replayed + num_nodes:
-            raise ValueError(
-                f"{type(self.target).__name__} returned logits of {target_outputs.logits.shape[1]} of the "
-                f"{num_replayed + num_nodes} tokens that it was given, but a tree needs those of all. Let `forward` "
-                "return them, or leave `assistant_model` out."
-            )
+        self._check_logits(target_outputs.logits, num_replayed + num_nodes)
         self.cache.track(target_outputs[CACHE], num_nodes)
         states = self._states_of(target_outputs)
         return TreeOutputs(
@@ -199,6 +220,13 @@ class Verifier:
             target_outputs,
             num_replayed,
         )
+
+    def _check_logits(self, logits: torch.Tensor, num_tokens: int) -> None:
+        if logits.shape[1] != num_tokens:
+            raise ValueError(
+                f"{type(self.target).__name__} returned logits of {logits.shape[1]} of the {num_tokens} tokens that it was given, but a "
+                "tree needs those of all. Let `forward` return them, or leave `assistant_model` out."
+            )
 
     def _inputs_for(self, tree: DraftTree) -> tuple[dict[str, Any], torch.Tensor]:
         """The arguments of a forward over the tokens to replay and the nodes of a tree, and the nodes' positions."""
