@@ -270,8 +270,9 @@ def measure(args, sections) -> None:
             name = f"{mode}, batch {batch_size}, " + (f"{nodes} nodes" if nodes else "plain")
             sections.measure(name, step, mode, nodes, batch_size, seconds=0 if tiny else seconds)
 
-    def long_step(nodes, most_queries=attention_eagle3.MOST_QUERIES):
-        with mock.patch.object(attention_eagle3, "MOST_QUERIES", most_queries):
+    def long_step(nodes, packs_heads=True):
+        repeats_keys = mock.patch.object(attention_eagle3, "_can_be_packed", lambda *_: False)
+        with contextlib.nullcontext() if packs_heads else repeats_keys:
             return step("eager", nodes, length=32 if tiny else 8192)
 
     def call(mode, nodes, length):
@@ -301,7 +302,7 @@ def measure(args, sections) -> None:
     steps("eager", 1, (0, 24), 15)
     sections.measure("parts of an eager step", parts_of, {}, seconds=8)
     steps("eager", 1, (8, 60), 15)
-    for name, arguments in {"plain": (0,), "24 nodes": (24,), "24 nodes with keys for each head": (24, 0)}.items():
+    for name, arguments in {"plain": (0,), "24 nodes": (24,), "24 nodes with keys for each head": (24, False)}.items():
         sections.measure(f"eager, long context, {name}", long_step, *arguments, seconds=0 if tiny else 20)
     for batch_size in (2,) if tiny else (8, 32):
         steps("eager", batch_size, (0, 24, 8), 15)

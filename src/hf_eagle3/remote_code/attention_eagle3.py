@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """How trees attend: masks, and attention that reads keys once for all heads that share them."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, Cache, PreTrainedConfig
 from transformers.cache_utils import StaticLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cache_eagle3 import has_keys
 
@@ -75,7 +76,22 @@ def tree_attention_mask(
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
-MOST_QUERIES = 256  # of one forward: beyond it, repeated masks may take more memory than repeated keys
+class PackedHeads(threading.local):
+    """Whether this thread runs a forward over a tree, in which [`packed_attention`] packs heads."""
+
+    are_on = False
+
+    @contextlib.contextmanager
+    def on(self, are_on: bool = True) -> Iterator[None]:
+        """Turns it on. Not for plain steps: their compiled forward would be compiled again."""
+        self.are_on, before = are_on, self.are_on
+        try:
+            yield
+        finally:
+            self.are_on = before
+
+
+PACKED_HEADS = PackedHeads()
 
 
 def packed_attention(
@@ -85,13 +101,13 @@ def packed_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
+    *args: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """
-    transformers' `sdpa`, but query heads that share keys attend as one head with more queries. If there are several queries
-    under a mask, transformers repeats keys and values for each query head, which copies the whole past in each layer.
-
-    Calls without a tree are passed on: transformers' own masks for `sdpa` are boolean.
+    transformers' `sdpa`, but in forwards over trees query heads that share keys attend as one head with more queries. If there
+    are several queries under a mask, transformers repeats keys and values for each query head, which copies the whole past in
+    each layer.
 
     Args:
         sdpa (`Callable`): transformers' attention function.
@@ -99,32 +115,29 @@ def packed_attention(
         key, value (`torch.Tensor` of shape `(B, num_key_value_heads, K, head_dim)`): Those of the past and the nodes.
         attention_mask (`torch.Tensor` of shape `(B or 1, 1, N, K)`, *optional*): See [`tree_attention_mask`].
     """
-    if not _is_packed(query, key, attention_mask) or kwargs.get("position_bias") is not None:
-        return sdpa(module, query, key, value, attention_mask, **kwargs)
-    assert attention_mask is not None
-    batch_size, num_heads, num_queries, _ = query.shape
-    num_shared, length = num_heads // key.shape[1], attention_mask.shape[-1]
-    query = query.reshape(batch_size, key.shape[1], num_shared * num_queries, -1)
-    padded = attention_mask.new_empty(len(attention_mask), num_shared, num_queries, length + -length % 8)
+    if not (PACKED_HEADS.are_on and attention_mask is not None and _can_be_packed(query, key, attention_mask)):
+        return sdpa(module, query, key, value, attention_mask, *args, **kwargs)
+    num_shared, num_queries, length = query.shape[1] // key.shape[1], query.shape[2], attention_mask.shape[3]
+    query = query.reshape(query.shape[0], key.shape[1], num_shared * num_queries, query.shape[3])
+    padded = attention_mask.new_empty(attention_mask.shape[0], num_shared, num_queries, length + -length % 8)
     mask = padded[..., :length].copy_(attention_mask).flatten(1, 2)[:, None]  # rows begin as in `additive_mask`
-    output, _ = sdpa(None, query, key, value, mask, **kwargs)  # without a module it repeats nothing
-    output = output.unflatten(1, (num_shared, num_queries)).permute(0, 2, 3, 1, 4)
-    return output.reshape(batch_size, num_queries, num_heads, -1).contiguous(), None
+    output, _ = sdpa(None, query, key, value, mask, *args, **kwargs)  # without a module it repeats nothing
+    return output.unflatten(1, (num_shared, num_queries)).permute(0, 2, 3, 1, 4).flatten(2, 3).contiguous(), None
 
 
-def _is_packed(query: torch.Tensor, key: torch.Tensor, attention_mask: torch.Tensor | None) -> bool:
-    if attention_mask is None or not attention_mask.is_floating_point() or torch.is_grad_enabled():
+def _can_be_packed(query: torch.Tensor, key: torch.Tensor, attention_mask: torch.Tensor) -> bool:
+    if not query.dim() == key.dim() == attention_mask.dim() == 4 or attention_mask.shape[1:3] != (1, query.shape[2]):
         return False
-    if not query.dim() == key.dim() == attention_mask.dim() == 4 or query.shape[2] > MOST_QUERIES:
-        return False
-    shares_keys = query.shape[1] > key.shape[1] and query.shape[1] % key.shape[1] == 0
-    return shares_keys and attention_mask.shape[1:3] == (1, query.shape[2])
+    are_shared = query.shape[1] > key.shape[1] and query.shape[1] % key.shape[1] == 0
+    return are_shared and query.shape[2] <= key.shape[1] * key.shape[3]  # else the mask is larger than repeated keys
 
 
 def install_packed_attention() -> None:
-    """Makes [`packed_attention`] transformers' `sdpa`. Installing twice, or from several copies of this file, changes nothing."""
-    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    if not hasattr(sdpa, "_packs_heads"):
-        packed: Any = functools.wraps(sdpa)(functools.partial(packed_attention, sdpa))
-        packed._packs_heads = True
+    """Lets transformers' `sdpa` pack heads. Each copy of this file installs its own once, which does nothing in other calls."""
+    sdpa, mark = AttentionInterface()["sdpa"], f"_packs_heads_of_{__name__}"
+    if sdpa.__module__.startswith("transformers.") and not hasattr(
+        sdpa, mark
+    ):  # else somebody else's, which may differ by head
+        packed = functools.wraps(sdpa)(functools.partial(packed_attention, sdpa))
+        setattr(packed, mark, True)
         AttentionInterface.register("sdpa", packed)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from .accept_eagle3 import Sampler, sample_scores
+from .attention_eagle3 import PACKED_HEADS
 from .devices_eagle3 import GraphedFunction, compiled, on_device, reads_without_sync
 from .slots_eagle3 import DraftCache, Slots, can_be_captured, graph_conditions
 from .text_eagle3 import right_index, stack_right, take_rows
@@ -194,7 +195,7 @@ class Drafter(Proposer):
 
     def propose(self, plan: Plan, root_tokens: torch.Tensor, sampler: Sampler | None = None) -> DraftTree:
         has_fixed_shape = self.is_static or (self.is_captured and plan == self.max_plan)
-        with self.inference_mode():
+        with self.inference_mode(), PACKED_HEADS.on():
             blocks, counts = self.read_all_but_newest(has_fixed_shape)
             if has_fixed_shape:
                 blocks = [_padded(block, self.most_new - block.shape[1]) for block in blocks]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from transformers import Cache, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from .attention_eagle3 import tree_attention_mask
+from .attention_eagle3 import PACKED_HEADS, tree_attention_mask
 from .auto_eagle3 import logger
 from .cache_eagle3 import (
     ReplayCache,
@@ -208,7 +208,8 @@ class Verifier:
                     if isinstance(tensor, torch.Tensor):
                         torch._dynamo.mark_static(tensor)
         num_replayed, num_nodes = self.cache.num_replayed, tree.num_nodes
-        target_outputs = self.forward(**inputs, return_dict=True)
+        with PACKED_HEADS.on(num_nodes > 1):
+            target_outputs = self.forward(**inputs, return_dict=True)
         self.num_forwards += 1
         self._check_logits(target_outputs.logits, num_replayed + num_nodes)
         self.cache.track(target_outputs[CACHE], num_nodes)
