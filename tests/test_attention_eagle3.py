@@ -72,7 +72,9 @@ def test_heads_that_share_keys_attend_as_one(attended, kind, num_queries, num_ma
     assert all(stride % 8 == 0 for stride in packed_mask.stride()[:-1])  # as fused kernels read masks
 
 
-@pytest.mark.parametrize("case", ["no tree", "another thread", "no mask", "a mask for each head", "many queries"])
+@pytest.mark.parametrize(
+    "case", ["no tree", "another thread", "no mask", "a mask for each head", "a bias", "many queries"]
+)
 def test_other_calls_are_passed_on(registered, case):
     seen = []
 
@@ -89,8 +91,10 @@ def test_other_calls_are_passed_on(registered, case):
     elif case == "a mask for each head":
         mask = mask.expand(-1, 8, -1, -1)
 
+    bias = torch.zeros(1, 8, 5, 13) if case == "a bias" else None  # for each head
+
     def attend():
-        ALL_ATTENTION_FUNCTIONS["sdpa"](GroupedAttention, query, key, value, mask, 0.0, scaling=0.3)
+        ALL_ATTENTION_FUNCTIONS["sdpa"](GroupedAttention, query, key, value, mask, 0.0, position_bias=bias)
 
     with contextlib.nullcontext() if case == "no tree" else PACKED_HEADS.on():
         if case == "another thread":
@@ -100,7 +104,7 @@ def test_other_calls_are_passed_on(registered, case):
         else:
             attend()
     ((module, *given), options), *others = seen
-    assert not others and module is GroupedAttention and options == {"scaling": 0.3}
+    assert not others and module is GroupedAttention and options == {"position_bias": bias}
     assert all(one is other for one, other in zip(given, (query, key, value, mask, 0.0), strict=True))
 
 

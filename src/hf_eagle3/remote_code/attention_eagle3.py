@@ -115,7 +115,8 @@ def packed_attention(
         key, value (`torch.Tensor` of shape `(B, num_key_value_heads, K, head_dim)`): Those of the past and the nodes.
         attention_mask (`torch.Tensor` of shape `(B or 1, 1, N, K)`, *optional*): See [`tree_attention_mask`].
     """
-    if not (PACKED_HEADS.are_on and attention_mask is not None and _can_be_packed(query, key, attention_mask)):
+    is_tree = PACKED_HEADS.are_on and kwargs.get("position_bias") is None
+    if attention_mask is None or not is_tree or not _can_be_packed(query, key, attention_mask):
         return sdpa(module, query, key, value, attention_mask, *args, **kwargs)
     num_shared, num_queries, length = query.shape[1] // key.shape[1], query.shape[2], attention_mask.shape[3]
     query = query.reshape(query.shape[0], key.shape[1], num_shared * num_queries, query.shape[3])
