@@ -82,10 +82,10 @@ GOOD = {
                 U,
                 {**SAID, "content": "f()"},
                 {**SAID, "content": '{"city": "Ulm"}'},
-                {**SAID, "content": ["f"]},
+                {**SAID, "content": ["[]"]},
             ]
         },
-        {"messages": [U, *({**SAID, "content": said} for said in ("f()", '{"city": "Ulm"}', "f"))]},
+        {"messages": [U, *({**SAID, "content": said} for said in ("f()", '{"city": "Ulm"}', "[]"))]},
     ),
     "a call and its text that are not learned": (
         {"messages": [U, {**A, "loss": False}, {**SAID, "loss": False, "weight": 0}]},

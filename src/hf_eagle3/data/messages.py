@@ -103,13 +103,14 @@ def read_message(message: Any, where: str) -> dict:
     role = others.pop("role", None)
     speaker = others.pop("from", None) if role is None else role
     if is_caller(speaker):
-        said = next((others[key] for key in ("content", "value") if key in others), None)
+        place = next((key for key in ("content", "value") if is_something(others.get(key))), "content")
+        said = others.get(place)
         calls = _calls_said(said, where)
         if calls is None and role is None:
             raise RowError(f"{where} is {shown(said)}, but {speaker!r} must say a tool call with a name, as JSON")
         if calls is not None:
             role = "assistant"
-            others = {key: value for key, value in others.items() if key not in ("content", "value")}
+            del others[place]
             others["tool_calls"] = [{"type": "function", "function": _read_call(call, where)} for call in calls]
     elif role is None and speaker is not None:
         role = ROLES.get(speaker.lower()) if isinstance(speaker, str) else None
@@ -149,7 +150,8 @@ def _calls_said(said: Any, where: str) -> list[dict] | None:
     except RowError:
         return None
     calls = calls if isinstance(calls, list) else [calls]
-    return calls if all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls) else None
+    are_named = all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls)
+    return calls if calls and are_named else None
 
 
 def _read_content(content: Any, where: str) -> str | list[dict]:

@@ -265,13 +265,8 @@ class Eagle3TrainingArguments(SFTConfig):
         get_reporting_integration_callbacks(self.report_to)  # raises an error for an unknown name
         # `Trainer` would say so after all rows are tokenized. Transformers does not find the first four everywhere, such as Comet without
         # a key, which works offline. It imports those that it finds.
-        known = [
-            "azure_ml",
-            "comet_ml",
-            "flyte",
-            "kubeflow",
-            *(get_available_reporting_integrations() if self.report_to else ()),
-        ]
+        found = get_available_reporting_integrations() if self.report_to else []
+        known = ["azure_ml", "comet_ml", "flyte", "kubeflow", *found]
         if missing := [name for name in self.report_to or () if name not in known]:
             raise ValueError(
                 f"`report_to` has {missing}, which are not installed. Install them (pip install {' '.join(missing)}), or leave them out."
