@@ -146,9 +146,10 @@ def prompts_to_answer(script_args, args, target_config, mixture):
         try:
             return dataset, load_tokenizer(name, **kwargs), False
         except Exception as error:  # of many types. The server needs none
-            logger.info(
-                f"Answers are not checked against the chat template, because the tokenizer is not found: {error}"
-            )
+            if PartialState().is_main_process:
+                logger.warning(
+                    f"Answers are not checked against the chat template of {name}, because its tokenizer cannot be loaded: {error}"
+                )
             return dataset, None, False
     processing_class = load_processing_class(name, shows_images(dataset), **kwargs)
     tokenizer = getattr(processing_class, "tokenizer", processing_class)

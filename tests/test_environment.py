@@ -82,6 +82,13 @@ def test_flags_with_hyphens():
         assert (args.batch_size, args.bf16, args.texts) == (4, False, ["--batch-size", "--other"])
 
 
+def test_values_that_begin_with_hyphens():
+    """A comment of SQL. argparse takes it as a value, too."""
+    parser = ScriptParser("What it does.")
+    parser.add_argument("--prompt")
+    assert parser.parse_args(["--prompt", "-- Count the users"]).prompt == "-- Count the users"
+
+
 def test_a_level_that_does_not_exist(run_recipe):
     result = run_recipe("serve.py", "--target", "me/target", "--draft", "me/draft", "--log_level", "loud")
     assert result.returncode == 2 and "invalid choice: 'loud'" in result.stderr

@@ -106,8 +106,11 @@ def positive_integer(text: str) -> int:
 
 
 def unknown_flags(given: Iterable[str], options: Collection[str]) -> list[str]:
-    """Returns the flags that are neither options nor the beginning of one, which argparse accepts, each with a similar option."""
-    unknown = [flag for flag in given if not any(option.startswith(flag) for option in options)]
+    """
+    Returns the flags that are neither options nor the beginning of one, which argparse accepts, each with a similar option. What has a
+    space is a value to argparse.
+    """
+    unknown = [flag for flag in given if " " not in flag and not any(option.startswith(flag) for option in options)]
     meant = {flag: difflib.get_close_matches(flag, options, n=1) for flag in unknown}
     return [flag + "".join(f" (did you mean {option}?)" for option in meant[flag]) for flag in unknown]
 

@@ -8,8 +8,15 @@ import torch
 from conftest import BLOCK_DRAFTS, VOCAB_SIZE, features_of, make_baseline, make_prompt, make_target
 
 from hf_eagle3.baselines import BASELINES
-from hf_eagle3.baselines.dflash_training import BlockCache, attend_by_padded_flex, draw_rows, padded_mask
+from hf_eagle3.baselines.dflash_training import (
+    BlockCache,
+    attend_to_blocks,
+    attend_to_text_by_flex,
+    draw_rows,
+    text_mask,
+)
 from hf_eagle3.training import ttt
+from hf_eagle3.training.attention import padded_length
 from hf_eagle3.training.ttt import TTTBatch, draft_loss
 
 
@@ -164,9 +171,16 @@ def test_flex_attention_gives_the_same(is_causal):
     own_keys, own_values = torch.randn(2, batch_size, 2, 12, 16)
     cache = BlockCache(documents, rows, block_size, is_causal)
     cache.update(keys, values, 0)
-    mask = padded_mask(documents, cache.rows, block_size, is_causal, 128, 256)
-    by_flex = attend_by_padded_flex(query, (keys, values), (own_keys, own_values), mask, 0.3)
+    of_text = attend_to_text_by_flex(query, keys, values, text_mask(documents, rows, block_size, 128, 128), 0.3)
+    by_flex = attend_to_blocks(query, own_keys, own_values, *of_text, 0.3, block_size, is_causal)
     torch.testing.assert_close(by_flex, cache.attend(0, query, own_keys, own_values, 0.3))
+
+
+def test_the_mask_of_flex_attention_is_of_the_text_alone(monkeypatch):
+    """Making it takes memory for each pair of a query and a key, of which blocks have many more."""
+    monkeypatch.setattr("hf_eagle3.baselines.dflash_training.can_compile_flex", lambda device: True)
+    cache = BlockCache(torch.zeros(1, 128, dtype=torch.long), torch.arange(100)[None], 8, False)
+    assert cache.block_mask.shape[-2] >= 800 and cache.block_mask.shape[-1] == padded_length(128)
 
 
 @pytest.mark.parametrize("method", list(BLOCK_DRAFTS))

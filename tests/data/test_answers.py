@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import pytest
 from messages import assistant, read_answers, user
 
+from hf_eagle3.data import answers
 from hf_eagle3.data.answers import Output
 
 
@@ -97,3 +98,13 @@ def test_an_answer_that_utf8_cannot_hold_is_left_out(tmp_path):
     again = Output(tmp_path, {})
     assert again.done == {2} and again.left_out[0] == r"it has half a character, '\ud83d'"
     assert again.left_out[1] == r"the server refuses to answer: \ud83d"
+
+
+def test_only_the_first_rows_are_read_by_encoders(tmp_path, monkeypatch):
+    """They take time, while a server waits."""
+    monkeypatch.setattr(answers, "NUM_CHECKED", 2)
+    output, read = Output(tmp_path, {}), []
+    output.learners = [read.append]
+    for row in range(4):
+        output.write(row, {"messages": [user("a")]})
+    assert len(read) == 2 and output.done == {0, 1, 2, 3}

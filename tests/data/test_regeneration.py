@@ -186,7 +186,7 @@ def test_known_templates_tell_reasoning_from_answers(
     regenerate_locally(make_target("llama"), tokenizer, rows, output, batch_size=1, max_new_tokens=3, do_sample=False)
     answer = read_answers(tmp_path)[0]["messages"][-1]
     assert answer["content"] == "yes" and answer["reasoning_content"] == "hm"
-    told = "Training with this chat template will refuse row 0, and rows like it: the chat template refuses it: it leaves out"
+    told = "Training with this chat template cannot learn from row 0, and rows like it: the chat template refuses it: it leaves out"
     assert (told in caplog.text) == (not is_written)
 
 

@@ -17,6 +17,7 @@ CHAT = [U, A]
 IMAGE = {"type": "image"}
 SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"city": "Ulm"}}}
+SAID = {"role": "tool_call", "content": json.dumps(CALL["function"])}  # by ms-swift
 CALL_AS_TEXT = {"type": "function", "function": {"name": "f", "arguments": '{"city": "Ulm"}'}}
 CALL_WITH_NULLS = {"type": "function", "function": {"name": "f", "arguments": {"city": "Ulm", "other": None}}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"city": {"type": "string"}}}}}
@@ -73,15 +74,28 @@ GOOD = {
         {"conversations": [SHAREGPT[0], {"from": "function_call", "value": json.dumps(CALL["function"])}]},
         "call",
     ),
-    "ms-swift's call": (
-        {"messages": [U, {"role": "tool_call", "content": json.dumps(CALL["function"])}]},
-        "call",
+    "ms-swift's call": ({"messages": [U, SAID]}, "call"),
+    "its call in parts": ({"messages": [U, {**SAID, "content": parts(SAID["content"])}]}, "call"),
+    "calls of a template": (
+        {
+            "messages": [
+                U,
+                {**SAID, "content": "f()"},
+                {**SAID, "content": '{"city": "Ulm"}'},
+                {**SAID, "content": ["[]"]},
+            ]
+        },
+        {"messages": [U, *({**SAID, "content": said} for said in ("f()", '{"city": "Ulm"}', "[]"))]},
+    ),
+    "a call and its text that are not learned": (
+        {"messages": [U, {**A, "loss": False}, {**SAID, "loss": False, "weight": 0}]},
+        {"messages": [U, {**A, "loss": False, "weight": 0, "tool_calls": [CALL]}]},
     ),
     "ms-swift's calls after a text": (
         {
             "messages": [
                 *CHAT,
-                *[{"role": "tool_call", "content": json.dumps(CALL["function"])}] * 2,
+                *[SAID] * 2,
                 *[{"role": "tool_response", "content": "r"}] * 2,
             ]
         },
@@ -314,7 +328,18 @@ BAD = {
     ),
     "a call that is none": (
         {"conversations": [SHAREGPT[0], {"from": "function_call", "value": "5"}]},
-        "message 1 of 'conversations' has 5 among its tool_calls",
+        "message 1 of 'conversations' is '5', but 'function_call' must say a tool call with a name, as JSON",
+    ),
+    **{
+        f"a call that is {'not ' * (1 - learned)}learned beside its text": (
+            {"messages": [U, {**A, "loss": not learned}, {**SAID, "loss": bool(learned)}]},
+            "message 2 of 'messages', a tool call, is joined to the message before it, which is to be learned in part",
+        )
+        for learned in (0, 1)
+    },
+    "two reasonings": (
+        {"messages": [U, {**A, "reasoning_content": "c"}, {**SAID, "reasoning_content": "d"}]},
+        "message 2 of 'messages', a tool call, is joined to the message before it, and both have 'reasoning_content'",
     ),
     "no tokens": ({"input_ids": []}, "'input_ids' is missing or has nothing in it"),
     "a text as tokens": ({"input_ids": "abc"}, "'input_ids' is 'abc', but must be a list of token ids"),

@@ -17,6 +17,7 @@ from seeing import make_image, vision_rows
 from hf_eagle3.data.answers import Output, rows_in
 from hf_eagle3.data.images import load
 from hf_eagle3.data.server import NUM_REFUSED, regenerate_by_server
+from hf_eagle3.data.values import date_as_text
 
 
 def ask(url, rows, output, **arguments):
@@ -56,6 +57,9 @@ def test_dates_of_messages(tmp_path):
     assert asked[0]["timestamp"] == answered[0]["timestamp"] == "2026-01-02 00:00:00" and answered[1] == assistant(
         "new"
     )
+    for other in (b"a", np.zeros(2)):
+        with pytest.raises(TypeError, match="cannot be written as JSON"):
+            date_as_text(other)
 
 
 def test_reasoning_is_kept(tmp_path):

@@ -158,8 +158,9 @@ def test_answers_of_a_server_that_training_would_refuse(tmp_path, data, tokenize
             command = ("--model_name_or_path", target, "--base_url", url, "--concurrency", 1, "--dataset_name", data)
             result = run_recipe("regenerate.py", *command, "--output_dir", tmp_path / f"out-{is_told}")
         assert result.returncode == 0, result.stderr[-3000:]
-        told = "Training with this chat template will refuse row 0, and rows like it: the chat template refuses it: it leaves"
-        assert caplog.text.count("will refuse row") == caplog.text.count(told) == is_told
+        told = "Training with this chat template cannot learn from row 0, and rows like it: the chat template refuses it: it leaves"
+        assert caplog.text.count("cannot learn from row") == caplog.text.count(told) == is_told
+        assert caplog.text.count("Answers are not checked against the chat template of m, because") == (not is_told)
 
 
 def test_an_interrupted_run_says_what_is_written(tmp_path, data, monkeypatch, run_recipe):

@@ -459,6 +459,20 @@ def test_a_mixture_of_messages_with_other_keys(tmp_path):
         mixed([{**data[0], "fraction": 1}, data[1]])
 
 
+def test_texts_of_a_mixture_stay(tmp_path):
+    """As `Json`, a text that is JSON would be read, and written anew."""
+    script, answer = load_script("recipes/train.py"), '{"city":"Ulm"}'
+    for kind in ("string", "large_string"):
+        features = datasets.Features({name: datasets.Value(kind) for name in ("prompt", "completion")})
+        rows = datasets.Dataset.from_list([{"prompt": "a", "completion": answer}], features=features)
+        rows.to_parquet(tmp_path / f"{kind}.parquet")
+    data = [{"path": "parquet", "data_files": str(path)} for path in sorted(tmp_path.glob("*.parquet"))]
+    with pytest.raises(ValueError, match="string"):
+        script.load_data(script.TrainScriptArguments(dataset_name=None), DatasetMixtureConfig(datasets=data))
+    parts = [datasets.Dataset.from_list([{"prompt": answer, "tools": tools}]) for tools in ("[]", [{"name": "f"}])]
+    assert [part[0]["prompt"] for part in script.aligned(parts)] == [answer] * 2
+
+
 def test_a_mixture_is_split_the_same_way_every_time(files):
     script = load_script("recipes/train.py")
     mixture = {"datasets": [{"path": "json", "data_files": str(files / "chats" / "train.jsonl"), "split": "train"}]}

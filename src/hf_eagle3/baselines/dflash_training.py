@@ -7,7 +7,6 @@ and masks behind it. The block attends to the text up to `t`, and to itself.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,11 +55,10 @@ class BlockCache(UnrollCache):
 
     def __init__(self, documents: torch.Tensor, rows: torch.Tensor, block_size: int, is_causal: bool):
         super().__init__(documents)
-        self.rows = rows.repeat_interleave(block_size, dim=1)  # (B, K * block_size)
-        self.block_size, self.is_causal = block_size, is_causal
+        self.rows, self.block_size, self.is_causal = rows, block_size, is_causal
         if can_compile_flex(documents.device):  # compiling takes longer than many steps, so few lengths are compiled
-            lengths = (padded_length(each.shape[1]) for each in (documents, self.rows))
-            self.block_mask = padded_mask(documents, self.rows, block_size, is_causal, *lengths)
+            num_queries = padded_length(rows.shape[1] * block_size)
+            self.block_mask = text_mask(documents, rows, block_size, num_queries, padded_length(documents.shape[1]))
 
     def attend(
         self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
@@ -68,70 +66,116 @@ class BlockCache(UnrollCache):
         keys, values = self.text[layer_idx]
         query, key, keys = (each.to(value.dtype) for each in (query, key, keys))  # under autocast they differ
         if self.block_mask is not None and fits_flex(query):
-            return attend_by_padded_flex(
-                query, (keys, values), (key, value), self.block_mask, scaling, compiled_flex()
-            )
-        num_queries = max(BLOCK_SIZE // self.block_size, 1) * self.block_size  # at a time, whole blocks
-        parts = zip(
-            *(each.split(num_queries, dim=2) for each in (query, key, value)), self.rows.split(num_queries, dim=1)
-        )
-        outputs = []
-        for query, key, value, rows in parts:
-            is_allowed = mask_of_blocks(self.documents, rows, self.block_size, self.is_causal)
-            sizes = (*rows.shape, keys.shape[2] + key.shape[2])
-            batch, queries, places = (torch.arange(size, device=rows.device) for size in sizes)
-            allowed = is_allowed(batch[:, None, None], None, queries[:, None], places)  # (B, Q, L + Q)
-            key, value = torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2)
-            outputs.append(
-                F.scaled_dot_product_attention(query, key, value, allowed[:, None], scale=scaling, enable_gqa=True)
-            )
+            of_text = attend_to_text_by_flex(query, keys, values, self.block_mask, scaling, compiled_flex())
+            return attend_to_blocks(query, key, value, *of_text, scaling, self.block_size, self.is_causal)
+        num_blocks = max(BLOCK_SIZE // self.block_size, 1)  # at a time
+        num_queries, outputs = num_blocks * self.block_size, []
+        parts = zip(*(each.split(num_queries, dim=2) for each in (query, key, value)))
+        for rows, part in zip(self.rows.split(num_blocks, dim=1), parts):
+            arguments = (*part, keys, values, self.documents, rows, scaling, self.block_size, self.is_causal)
+            outputs.append(block_attention(*arguments))
         return torch.cat(outputs, dim=2)
 
 
-def mask_of_blocks(documents: torch.Tensor, rows: torch.Tensor, block_size: int, is_causal: bool) -> Callable:
-    """
-    Returns the function `is_allowed(batch, head, query, key)` of flex attention for `Q` tokens of whole blocks: whether each
-    attends to the `L` keys of the text, and to the `Q` of the blocks after them. See [`BlockCache`]; `rows` are `(B, Q)`.
-    """
-    num_keys, own_documents = documents.shape[1], documents.gather(1, rows)
-    documents = F.pad(documents, (0, rows.shape[1]))  # an entry for each key
-
-    def is_allowed(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        of_text = (key <= rows[batch, query]) & (documents[batch, key] == own_documents[batch, query])
-        place = key - num_keys  # in the blocks
-        of_block = (place >= 0) & (place // block_size == query // block_size)
-        return of_text | (of_block & (place <= query) if is_causal else of_block)
-
-    return is_allowed
-
-
-def padded_mask(
-    documents: torch.Tensor, rows: torch.Tensor, block_size: int, is_causal: bool, num_keys: int, num_queries: int
-) -> BlockMask:
-    """Returns the mask of [`attend_by_padded_flex`], with the text padded to `num_keys` tokens, and the blocks to `num_queries`."""
-    documents = F.pad(documents, (0, num_keys - documents.shape[1]), value=-1)
-    rows = F.pad(rows, (0, num_queries - rows.shape[1]))  # padding attends to the first token
-    is_allowed = mask_of_blocks(documents, rows, block_size, is_causal)
-    return create_block_mask(is_allowed, len(rows), None, num_queries, num_keys + num_queries, device=rows.device)
-
-
-def attend_by_padded_flex(
+def block_attention(
     query: torch.Tensor,
-    text: tuple[torch.Tensor, torch.Tensor],
-    own: tuple[torch.Tensor, torch.Tensor],
-    block_mask: BlockMask,
+    own_keys: torch.Tensor,
+    own_values: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    documents: torch.Tensor,
+    rows: torch.Tensor,
     scaling: float,
-    attend: Callable = attend_by_flex,
+    block_size: int,
+    is_causal: bool,
 ) -> torch.Tensor:
     """
-    Returns the attention of the blocks' queries `(B, H, Q, D)` to the keys and values of the text `(B, H_kv, L, D)` and to their
-    `own` `(B, H_kv, Q, D)`, by flex attention (`attend`) with a mask of [`padded_mask`].
+    Returns the attention of `K` blocks to the text and to themselves, `(B, H, Q, D)`, where `Q = K * block_size`.
+
+    Args:
+        query (`torch.FloatTensor` of shape `(B, H, Q, D)`): The queries.
+        own_keys, own_values (`torch.FloatTensor` of shape `(B, H_kv, Q, D)`): Those of the blocks.
+        keys, values (`torch.FloatTensor` of shape `(B, H_kv, L, D)`): Those of the text.
+        documents, rows, scaling, block_size, is_causal: See [`BlockCache`].
     """
-    num_queries, num_keys = block_mask.shape[-2], block_mask.shape[-1] - block_mask.shape[-2]
+    of_text = documents.gather(1, rows)[..., None] == documents[:, None]
+    of_text &= rows[..., None] >= torch.arange(documents.shape[1], device=rows.device)  # (B, K, L)
+    own = torch.ones(block_size, block_size, dtype=torch.bool, device=rows.device)
+    own = torch.block_diag(*[own.tril() if is_causal else own] * rows.shape[1]).bool()  # (Q, Q)
+    allowed = torch.cat([of_text.repeat_interleave(block_size, dim=1), own.expand(len(rows), -1, -1)], dim=2)
+    return F.scaled_dot_product_attention(
+        query,
+        torch.cat([keys, own_keys], dim=2),
+        torch.cat([values, own_values], dim=2),
+        allowed[:, None],
+        scale=scaling,
+        enable_gqa=True,
+    )
 
-    def padded(states: torch.Tensor, length: int) -> torch.Tensor:
-        return F.pad(states, (0, 0, 0, length - states.shape[2]))
 
-    joined = (torch.cat([padded(a, num_keys), padded(b, num_queries)], dim=2) for a, b in zip(text, own))
-    output, _ = attend(padded(query, num_queries), *joined, block_mask, scaling)
-    return output[:, :, : query.shape[2]]
+def attend_to_text_by_flex(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block_mask: BlockMask,
+    scaling: float,
+    attend: Any = attend_by_flex,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Returns the attention `(B, H, Q, D)` of queries to the keys and values `(B, H_kv, L, D)` of the text, and the logarithms of
+    its sums of exponentials `(B, H, Q)`. `block_mask` is that of [`text_mask`].
+    """
+    num_queries = query.shape[2]
+    lengths = [length - states.shape[2] for length, states in zip(block_mask.shape[-2:], (query, keys))]
+    query, keys, values = (
+        F.pad(states, (0, 0, 0, padding)) for states, padding in zip((query, keys, values), (*lengths, lengths[-1]))
+    )
+    output, log_sums = attend(query, keys, values, block_mask, scaling)
+    return output[:, :, :num_queries], log_sums[:, :, :num_queries]
+
+
+def text_mask(
+    documents: torch.Tensor, rows: torch.Tensor, block_size: int, num_queries: int, num_keys: int
+) -> BlockMask:
+    """
+    Returns the mask of [`attend_to_text_by_flex`] for blocks behind `rows` `(B, K)`, padded to numbers of queries and keys. It leaves
+    out the keys of the blocks: `create_block_mask` has all entries in memory, and there may be four times as many of these.
+    """
+    rows = rows.repeat_interleave(block_size, dim=1)
+    rows = F.pad(rows, (0, num_queries - rows.shape[1]))  # padding attends to the first token
+    own_documents = documents.gather(1, rows)
+    documents = F.pad(documents, (0, num_keys - documents.shape[1]), value=-1)
+
+    def is_allowed(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (rows[batch, query] >= key) & (own_documents[batch, query] == documents[batch, key])
+
+    return create_block_mask(is_allowed, len(rows), None, num_queries, num_keys, device=documents.device)
+
+
+def attend_to_blocks(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    text_output: torch.Tensor,
+    log_sums: torch.Tensor,
+    scaling: float,
+    block_size: int,
+    is_causal: bool,
+) -> torch.Tensor:
+    """
+    Adds each block's attention to itself, with its own keys and values `(B, H_kv, Q, D)`, to an attention to the text. Both
+    are weighted by their sums of exponentials. Returns `(B, H, Q, D)`. See [`attend_to_text_by_flex`].
+    """
+    blocks, groups = (-1, block_size), (keys.shape[1], -1)
+    # (B, H_kv, G, K, block_size, ...), and G = 1 for keys and values.
+    query, text_output, log_sums = (
+        each.unflatten(2, blocks).unflatten(1, groups) for each in (query, text_output, log_sums)
+    )
+    keys, values = (each.unflatten(2, blocks).unsqueeze(2) for each in (keys, values))
+    scores = ((query * scaling) @ keys.transpose(-1, -2)).float()
+    if is_causal:
+        after = torch.ones(block_size, block_size, dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(after, -torch.inf)
+    weights = torch.cat([log_sums[..., None], scores], dim=-1).softmax(dim=-1).to(values.dtype)
+    output = text_output * weights[..., :1] + weights[..., 1:] @ values
+    return output.flatten(3, 4).flatten(1, 2)

@@ -18,14 +18,16 @@ from ..environment import what_differs, without_paths
 from ..file_checks import read_json
 from ..files import write_atomically
 from .conversation import Conversation
+from .encoded import MAX_LOST_SHARE
 from .images import with_unread_images
 from .rows import summary
-from .values import RowError
+from .values import RowError, date_as_text
 
 
 logger = logging.getLogger(__name__)
 
 NUM_NAMED = 3  # rows to name at once when they are left out
+NUM_CHECKED = 100  # new rows that encoders read. Each takes as long as in training, while a server waits
 
 # Hidden, so that `load_dataset` does not read them as data.
 SETTINGS, LEFT_OUT, LOCK = ".settings.json", ".left_out-*.jsonl", ".lock-*"
@@ -96,12 +98,13 @@ class Output:
         self.left_out = {row["row"]: row["reason"] for row in rows_in(folder.glob(LEFT_OUT))}
         self.num_before, self.num_cut, self.drops_cut_answers = len(self.left_out), 0, drops_cut_answers
         self.learners: Sequence[Callable[[dict], Any]] = ()  # encoders, one of which should take each new row
+        self.num_to_check = NUM_CHECKED
         self.file = path.open("a", encoding="utf-8")
         self.left_out_file = folder / LEFT_OUT.replace("*", f"{process_index:05d}")
 
     def write(self, row: int, content: dict) -> None:
         """Writes a finished row. Leaves it out if UTF-8 cannot hold it, or if it was cut and such rows are dropped."""
-        line = json.dumps({"row": row, **content}, ensure_ascii=False, default=str) + "\n"  # messages may have dates
+        line = json.dumps({"row": row, **content}, ensure_ascii=False, default=date_as_text) + "\n"
         try:
             line.encode()
         except UnicodeEncodeError as error:  # an answer may end within a pair of surrogates
@@ -112,12 +115,12 @@ class Output:
         self.file.write(line)
         self.file.flush()
         self.done.add(row)
-        if "messages" in content and not content.get("images"):  # which are not read again
+        if self.num_to_check and "messages" in content and not content.get("images"):  # which are not read again
             self.warn_of_refusal(row, content)
 
     def warn_of_refusal(self, row: int, content: dict) -> None:
-        """Warns once if no encoder takes a new row, so that training would refuse it. TRL's templates take more than others."""
-        reason = None
+        """Warns once if no encoder takes one of the first new rows. TRL's templates take more than others."""
+        reason, self.num_to_check = None, self.num_to_check - 1
         for learner in self.learners:
             try:
                 learner(content)
@@ -127,8 +130,8 @@ class Output:
         if reason is not None:
             self.learners = ()
             logger.warning(
-                f"Training with this chat template will refuse row {row}, and rows like it: {reason}. Remove them then, or train with "
-                "another template (`chat_template_path`)."
+                f"Training with this chat template cannot learn from row {row}, and rows like it: {reason}. It stops if more than "
+                f"{MAX_LOST_SHARE:.0%} of the rows are like that. Train with another template (`chat_template_path`), or remove them."
             )
 
     def leave_out(self, row: int, reason: str) -> None:

@@ -48,12 +48,28 @@ def read_messages(value: Any, name: str) -> list[dict]:
     messages: list[dict] = []
     for number, message in enumerate(value):
         read = read_message(message, f"message {number} of {name!r}")
-        if is_caller(message.get("role") or message.get("from")) and messages and messages[-1]["role"] == "assistant":
-            calls = [*messages[-1].get("tool_calls", []), *read["tool_calls"]]
-            messages[-1] |= {key: value for key, value in read.items() if key != "content"} | {"tool_calls": calls}
+        speaker = message.get("role") or message.get("from")
+        if is_caller(speaker) and read["role"] == "assistant" and messages and messages[-1]["role"] == "assistant":
+            messages[-1] = _joined(messages[-1], read, f"message {number} of {name!r}")
         else:
             messages.append(read)
     return messages
+
+
+def _joined(message: dict, call: dict, where: str) -> dict:
+    """Returns a message of the assistant with the tool calls of the next one. `where` names that one in errors."""
+    if (unlearned_by(message) is None) != (unlearned_by(call) is None):
+        raise RowError(_in_part(f"{where}, a tool call, is joined to the message before it, which"))
+    if twice := [key for key in REASONING if key in message and key in call]:
+        raise RowError(
+            f"{where}, a tool call, is joined to the message before it, and both have {twice[0]!r}. Write it into one of them"
+        )
+    calls = [*message.get("tool_calls", []), *call["tool_calls"]]
+    return {**message, **{key: value for key, value in call.items() if key != "content"}, "tool_calls": calls}
+
+
+def _in_part(where: str) -> str:
+    return f"{where} is to be learned in part, but a message is learned whole or not (`weight`). Split or remove it"
 
 
 def is_caller(speaker: Any) -> bool:
@@ -87,11 +103,15 @@ def read_message(message: Any, where: str) -> dict:
     role = others.pop("role", None)
     speaker = others.pop("from", None) if role is None else role
     if is_caller(speaker):
-        said = next((others.pop(key) for key in ("content", "value") if key in others), None)
-        calls = from_json(said, f"the call in {where}")
-        calls = calls if isinstance(calls, list) else [calls]
-        role = "assistant"
-        others["tool_calls"] = [{"type": "function", "function": _read_call(call, where)} for call in calls]
+        place = next((key for key in ("content", "value") if is_something(others.get(key))), "content")
+        said = others.get(place)
+        calls = _calls_said(said, where)
+        if calls is None and role is None:
+            raise RowError(f"{where} is {shown(said)}, but {speaker!r} must say a tool call with a name, as JSON")
+        if calls is not None:
+            role = "assistant"
+            del others[place]
+            others["tool_calls"] = [{"type": "function", "function": _read_call(call, where)} for call in calls]
     elif role is None and speaker is not None:
         role = ROLES.get(speaker.lower()) if isinstance(speaker, str) else None
         if role is None:
@@ -107,9 +127,7 @@ def read_message(message: Any, where: str) -> dict:
         raise RowError(f"{where} has two contents, {shown(contents[0])} and {shown(contents[1])}. Remove one")
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
     if role == "assistant" and (any(map(others.get, DETAILS)) or any(map(unlearned_by, parts))):
-        raise RowError(
-            f"{where} is to be learned in part, but a message is learned whole or not (`weight`). Split or remove it"
-        )
+        raise RowError(_in_part(where))
     calls = calls_of({name: from_json(others.pop(name, None), f"{name} of {where}") for name in CALLS})
     if is_something(calls):
         others["tool_calls"] = [_read_call(call, where) for call in as_list(calls, f"tool_calls of {where}")]
@@ -119,6 +137,21 @@ def read_message(message: Any, where: str) -> dict:
         kind = UnusableRow if role == "assistant" else RowError  # some have no answer
         raise kind(f"{where} has no content: {shown(message)}")
     return {"role": role, "content": _read_content(contents[0], where), **others}
+
+
+def _calls_said(said: Any, where: str) -> list[dict] | None:
+    """Returns the tool calls that a content is, as JSON. `None` if it is something else, which the template may take."""
+    if isinstance(said, list) and all(
+        isinstance(part, str) or (isinstance(part, dict) and "text" in part) for part in said
+    ):
+        said = _read_content(said, where)
+    try:
+        calls = from_json(said, where)
+    except RowError:
+        return None
+    calls = calls if isinstance(calls, list) else [calls]
+    are_named = all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls)
+    return calls if calls and are_named else None
 
 
 def _read_content(content: Any, where: str) -> str | list[dict]:

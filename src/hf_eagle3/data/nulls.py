@@ -12,7 +12,8 @@ from .messages import CONVERSATIONS
 
 
 # Columns that may hold dictionaries.
-STRUCTURED = (*CONVERSATIONS, "prompt", "completion", "tools", "functions", "chat_template_kwargs")
+READ_FROM_JSON = ("tools", "functions", "chat_template_kwargs")  # also as texts
+STRUCTURED = (*CONVERSATIONS, "prompt", "completion", *READ_FROM_JSON)
 
 
 def without_added_nulls(row: Mapping[str, Any], features: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -48,10 +49,12 @@ def with_json(features: Features) -> Features:
 def aligned(parts: Sequence[Dataset]) -> list[Dataset] | None:
     """
     Returns data sets that can be concatenated: columns whose dictionaries have other keys in some of them are of type `Json`. `None` if
-    there are no such columns.
+    there are no such columns. Columns of texts stay, because `Json` would change texts that are JSON.
     """
-    types = {name: {repr(part.features[name]) for part in parts if name in part.features} for name in STRUCTURED}
-    json_of = {name: Json() for name, different in types.items() if len(different) > 1}
+    types = {name: [part.features[name] for part in parts if name in part.features] for name in STRUCTURED}
+    with_texts = {name for name, each in types.items() if any(isinstance(one, Value) for one in each)}
+    others = types.keys() - (with_texts - {*READ_FROM_JSON})
+    json_of = {name: Json() for name in others if len(set(map(repr, types[name]))) > 1}
     if not json_of:
         return None
     return [

@@ -128,7 +128,7 @@ def read_row(row: Mapping[str, Any], kind: str, features: Mapping[str, Any] | No
     if kind in ("prompt", *CONVERSATIONS) and (verdicts := [name for name in VERDICTS if row.get(name) is False]):
         raise RowError(
             f"its {verdicts[0]!r} is false, so its answer is a bad example. Remove such rows (dataset.filter(lambda row: "
-            f"row[{verdicts[0]!r}])), or the column to learn from all"
+            f"row[{verdicts[0]!r}])). If {verdicts[0]!r} says something else, remove the column"
         )
     if kind in CONVERSATIONS:
         others = [name for name in (*CONVERSATIONS, "text", "prompt", "input_ids") if is_something(row.get(name))]

@@ -16,7 +16,7 @@ from .answers import Output, bar_of_rows
 from .conversation import Conversation, image_parts
 from .images import sendable
 from .messages import calls_of, check_calls, read_message
-from .values import RowError, UnreachableError
+from .values import RowError, UnreachableError, date_as_text
 
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ async def regenerate_by_server(
         headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
         timeout=aiohttp.ClientTimeout(total=timeout),
         connector=aiohttp.TCPConnector(limit=concurrency),
-        json_serialize=partial(json.dumps, default=str),  # messages may have dates
+        json_serialize=partial(json.dumps, default=date_as_text),
     ) as session:
         await asyncio.gather(*(client.work(session) for _ in range(concurrency)))
     client.check_server(is_end=True)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sized
+from datetime import date, time
 from typing import Any
 
 
@@ -49,6 +50,13 @@ def from_json(value: Any, name: str) -> Any:
         return json.loads(value)
     except ValueError:
         raise RowError(f"{name!r} has {shown(value)}, which is not JSON") from None
+
+
+def date_as_text(value: Any) -> str:
+    """Returns a date or time as a text, for `json.dumps(..., default=date_as_text)`. JSON has none, but messages may."""
+    if not isinstance(value, (date, time)):
+        raise TypeError(f"{shown(value)} of type {type(value).__name__} cannot be written as JSON")
+    return str(value)
 
 
 def is_something(value: Any) -> bool:

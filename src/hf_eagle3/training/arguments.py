@@ -263,8 +263,10 @@ class Eagle3TrainingArguments(SFTConfig):
                 "`eval_packing=True` needs `packing=True`: other batches are padded, and the documents of a row would read each other."
             )
         get_reporting_integration_callbacks(self.report_to)  # raises an error for an unknown name
-        # `Trainer` would say so after all rows are tokenized. The last three are not among those that transformers looks for everywhere.
-        known = {*get_available_reporting_integrations(), "azure_ml", "flyte", "kubeflow"}
+        # `Trainer` would say so after all rows are tokenized. Transformers does not find the first four everywhere, such as Comet without
+        # a key, which works offline. It imports those that it finds.
+        found = get_available_reporting_integrations() if self.report_to else []
+        known = ["azure_ml", "comet_ml", "flyte", "kubeflow", *found]
         if missing := [name for name in self.report_to or () if name not in known]:
             raise ValueError(
                 f"`report_to` has {missing}, which are not installed. Install them (pip install {' '.join(missing)}), or leave them out."
@@ -290,9 +292,7 @@ class Eagle3TrainingArguments(SFTConfig):
             if getattr(self, name) != default:
                 raise ValueError(f"`{name}` has no effect on training-time test. Leave it out.")
         if self.fp16 and self.device.type == "cpu":  # accelerate would train in float32 in silence
-            raise ValueError(
-                "`fp16=True` has no effect on a CPU. Leave it out, with `use_cpu=True` to train there, or run where torch sees a GPU."
-            )
+            raise ValueError("`fp16=True` has no effect on a CPU. Run where torch sees a GPU, or leave `fp16` out.")
         if self.activation_offloading and self.use_cpu:
             raise ValueError(
                 "`activation_offloading` moves activations from a GPU to the CPU, where they are already. Leave it out."
