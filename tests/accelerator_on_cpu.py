@@ -23,6 +23,7 @@ torch.inference_mode = lambda mode=True: torch.no_grad()  # subclasses cannot be
 from conftest import RECURRENT, make_batch, make_block_draft, make_draft, make_prompt, make_target  # noqa: E402
 
 from hf_eagle3.remote_code import devices_eagle3  # noqa: E402
+from hf_eagle3.remote_code.target_eagle3 import mixes_tokens  # noqa: E402
 
 
 aten = torch.ops.aten
@@ -128,6 +129,8 @@ def main(families):
         draft = make_block_draft(method, target) if method else make_draft(target, [prompt], num_tokens=8)
         draft._borrowed_embedding.clear()
         accelerated_target, accelerated_draft = move(target), move(draft)
+        with Accelerator(), torch.no_grad():
+            mixes_tokens(accelerated_target)  # tries each layer once, since its weights are of another class
         for lengths, policy, settings in (
             ([9], "static", {}),
             ([9, 4], "static", {"do_sample": True, "return_dict_in_generate": True}),

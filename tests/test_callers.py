@@ -670,6 +670,34 @@ def test_attention_that_takes_several_tokens_in_a_prompt_only(counts_from_the_fi
     assert [text for text in warned if "cannot read several tokens, so the draft proposes nothing" in text]
 
 
+def test_own_code_is_not_tried_beyond_the_last_position(warned, monkeypatch):
+    """Plain `generate` never reads there, and on CUDA such an index ends the process. Dynamic frequencies would stay changed."""
+    target = make_target("opt", max_position_embeddings=32)
+    prompt = make_prompt(24)
+    settings = {**SETTINGS, "max_new_tokens": 8}
+    oracle = make_oracle(target, target.generate(prompt, **settings))
+    monkeypatch.setattr(verify_eagle3, "has_own_code", lambda target: True)
+    positions = []
+    target.register_forward_pre_hook(
+        lambda module, args, kwargs: positions.append(int(kwargs["position_ids"].max())), with_kwargs=True
+    )
+    assert assert_same_text(target, oracle, prompt, max_new_tokens=8).plain_steps == 7
+    assert max(positions) < 31 and not warned
+
+
+def test_attention_that_somebody_edits_gets_its_own_heads(monkeypatch):
+    def attend(*args, **kwargs):
+        output = SDPA(*args, **kwargs)
+        output[:, -1] = 0  # the last query head
+        return output
+
+    target, prompt = make_target("llama"), make_prompt(12)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    oracle = make_oracle(target, target.generate(prompt, **SETTINGS))
+    oracle.generation_config.num_assistant_tokens = 8  # larger trees are not packed in so small heads
+    assert max(assert_same_text(target, oracle, prompt).accepted_lengths) > 1
+
+
 def test_compiled_forward():
     target = make_target("llama", num_hidden_layers=1)
     draft = make_draft(target, [make_prompt(12)])

@@ -209,6 +209,7 @@ def test_the_tokenizer_is_of_the_same_revision(monkeypatch):
     tokenizer = SimpleNamespace(chat_template="")
     for auto in (AutoConfig, AutoModelForCausalLM, AutoTokenizer):
         monkeypatch.setattr(auto, "from_pretrained", lambda name, **kwargs: loaded.append(kwargs) or tokenizer)
+    monkeypatch.setattr("hf_eagle3.tokenizer.check_is_reachable", lambda *args, **kwargs: None)
     models.load_target("me/model", {"revision": "v2", "trust_remote_code": True, "dtype": torch.float16})
     config_kwargs, model_kwargs, tokenizer_kwargs = loaded
     assert (

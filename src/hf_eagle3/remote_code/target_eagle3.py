@@ -40,8 +40,8 @@ REPLAYABLE_MODEL_TYPES = (
 ROW_WISE_MODULES = ("torch.", "transformers.", "peft.", "torchao.", "bitsandbytes.", "optimum.quanto.", "accelerate.")
 # Linear layers of these libraries mix tokens only if [`mixes_tokens`] names them. PEFT's hold others.
 KNOWN_LAYERS = ("bitsandbytes.", "peft.", "torch.ao.", "transformers.")
-# Other linear layers that were tried, and do not.
-_TOKEN_WISE: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+# Other linear layers that were tried, and do not, or take other inputs.
+_TRIED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def is_sharded(target: PreTrainedModel) -> bool:
@@ -166,18 +166,25 @@ def is_unknown_layer(module: nn.Module) -> bool:
 
 def mixes(layer: Any, dtype: torch.dtype) -> bool:
     """Whether a linear layer computes something else of a token if another one is a million times larger. Each is tried once."""
-    if layer in _TOKEN_WISE:
+    if layer in _TRIED or any(
+        each.is_meta for each in layer.parameters()
+    ):  # the weights of an offloaded layer are elsewhere
         return False
     try:
         token = torch.linspace(-0.01, 0.01, layer.in_features, dtype=dtype, device=device_of(layer))
         with torch.no_grad():
             tokens = torch.stack([token, 1e6 * token])[None]
             alone, beside = (layer.forward(tokens[:, :count])[0, 0].float() for count in (1, 2))
-    except Exception:  # it takes other inputs, or processes hold shares of it
-        return False
-    if (beside - alone).norm() > 0.05 * alone.norm():  # more than rounding
-        return True
-    _TOKEN_WISE.add(layer)
+        if (beside - alone).norm() > 0.05 * alone.norm():  # more than rounding
+            return True
+    except (
+        AttributeError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ):  # it takes other inputs, or processes hold shares of it
+        pass
+    _TRIED.add(layer)
     return False
 
 
@@ -297,7 +304,17 @@ def has_own_code(target: PreTrainedModel) -> bool:
     name = target.config.get_text_config(decoder=True)._attn_implementation
     attention = ALL_ATTENTION_FUNCTIONS.get(name, nn.Module), nn.functional.scaled_dot_product_attention
     code = (each for module in target.modules() for each in (type(module), module.forward))
-    known = (*ROW_WISE_MODULES, "compressed_tensors.", "gptqmodel.", "hqq.")  # which have linear layers only
+    without_attention = (
+        "aqlm.",
+        "awq.",
+        "compressed_tensors.",
+        "eetq.",
+        "gptqmodel.",
+        "hqq.",
+        "liger_kernel.",
+        "quark.",
+    )
+    known = (*ROW_WISE_MODULES, *without_attention)
     return not all(is_of(each, known) for each in (*code, *attention))
 
 

@@ -19,7 +19,7 @@ from .cache_eagle3 import (
     recurrent_layers,
     with_room,
 )
-from .devices_eagle3 import on_device
+from .devices_eagle3 import CUDNN_ATTENTION, on_device
 from .outputs_eagle3 import CACHE, INPUTS_BY_TOKEN, TOKEN_TYPES, ReturnedOutputs, TreeOutputs, aux_hidden_states
 from .target_eagle3 import has_own_code, position_limits, takes_trees, text_positions
 from .text_eagle3 import SampleArguments, Text, align_right
@@ -42,7 +42,7 @@ class Verifier:
     """The target during one call, with its cache and the inputs of its next forward."""
 
     cache: TreeCache
-    is_plain = False  # the target's code cannot read several tokens
+    is_plain = False  # the target's code cannot read several tokens, or was not tried
 
     def __init__(
         self,
@@ -82,10 +82,12 @@ class Verifier:
             self.inputs["attention_mask"] = input_ids.new_ones(len(input_ids), self.cache.length)
         # A target that cannot take a tree is refused before anything is written.
         self._check_own_inputs(input_ids)
+        self.has_own_code = has_own_code(self.target)
         if not self.cache.is_chain:
             self._inputs_for(DraftTree.chain(input_ids.new_zeros(len(input_ids), 2)))
-            if has_own_code(self.target):
-                self._try_own_code(input_ids, target_outputs)
+            if self.has_own_code:
+                with CUDNN_ATTENTION.off():
+                    self._try_own_code(input_ids, target_outputs)
         positions = text_positions(self.inputs)
         return TreeOutputs(target_outputs.logits[:, -1:], positions, self._states_of(target_outputs), target_outputs)
 
@@ -122,8 +124,13 @@ class Verifier:
         # Below the root a chain, and a sibling of its first node. With fewer nodes rounding in bfloat16 hides what they see.
         parents = on_device([[0, *range(9), 0]], token.device)
         tokens, parents = token.expand(-1, parents.shape[1]), parents.expand(len(token), -1)
-        if cache.is_static and cache.capacity - cache.length < tokens.shape[1]:
-            cache.is_chain = True
+        newest, depth = int(given["position_ids"].max()) + 1, 9
+        is_near = any(
+            room < depth and (room >= -1 or kind != "longrope")  # as in `limit`
+            for kind, room in ((kind, length - 1 - newest) for kind, length in position_limits(self.config))
+        )
+        if is_near or (cache.is_static and cache.capacity - cache.length < tokens.shape[1]):
+            self.is_plain = True  # there is no room to try
             return
         cache.record()
         self.inputs = target._update_model_kwargs_for_generation(outputs, dict(given), is_encoder_decoder=False)
@@ -150,6 +157,8 @@ class Verifier:
         self.num_forwards += 1
         try:
             logits = self.target(**self._inputs_for(tree)[0], return_dict=True).logits.float()
+        except torch.OutOfMemoryError:
+            raise
         except (AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
             return str(error)
         self._check_logits(logits, tree.num_nodes)
@@ -208,7 +217,7 @@ class Verifier:
                     if isinstance(tensor, torch.Tensor):
                         torch._dynamo.mark_static(tensor)
         num_replayed, num_nodes = self.cache.num_replayed, tree.num_nodes
-        with PACKED_HEADS.on(num_nodes > 1):
+        with PACKED_HEADS.on(num_nodes > 1 and not self.has_own_code):
             target_outputs = self.forward(**inputs, return_dict=True)
         self.num_forwards += 1
         self._check_logits(target_outputs.logits, num_replayed + num_nodes)
