@@ -136,9 +136,8 @@ def _can_be_packed(query: torch.Tensor, key: torch.Tensor, attention_mask: torch
 def install_packed_attention() -> None:
     """Lets transformers' `sdpa` pack heads. Each copy of this file installs its own once, which does nothing in other calls."""
     sdpa, mark = AttentionInterface()["sdpa"], f"_packs_heads_of_{__name__}"
-    if sdpa.__module__.startswith("transformers.") and not hasattr(
-        sdpa, mark
-    ):  # else somebody else's, which may differ by head
+    # Somebody else's attention may treat each head in another way.
+    if sdpa.__module__.startswith("transformers.") and not hasattr(sdpa, mark):
         packed = functools.wraps(sdpa)(functools.partial(packed_attention, sdpa))
         setattr(packed, mark, True)
         AttentionInterface.register("sdpa", packed)
