@@ -38,6 +38,8 @@ REPLAYABLE_MODEL_TYPES = (
 
 # Modules of these libraries keep nothing about the rows of a batch, except in hooks.
 ROW_WISE_MODULES = ("torch.", "transformers.", "peft.", "torchao.", "bitsandbytes.", "optimum.quanto.", "accelerate.")
+# These libraries have linear layers and norms, but no attention.
+WITHOUT_ATTENTION = ("aqlm.", "awq.", "compressed_tensors.", "eetq.", "gptqmodel.", "hqq.", "liger_kernel.", "quark.")
 # Linear layers of these libraries mix tokens only if [`mixes_tokens`] names them. PEFT's hold others.
 KNOWN_LAYERS = ("bitsandbytes.", "peft.", "torch.ao.", "transformers.")
 # Other linear layers that were tried, and do not, or take other inputs.
@@ -166,9 +168,8 @@ def is_unknown_layer(module: nn.Module) -> bool:
 
 def mixes(layer: Any, dtype: torch.dtype) -> bool:
     """Whether a linear layer computes something else of a token if another one is a million times larger. Each is tried once."""
-    if layer in _TRIED or any(
-        each.is_meta for each in layer.parameters()
-    ):  # the weights of an offloaded layer are elsewhere
+    is_offloaded = any(each.is_meta for each in layer.parameters())  # its weights are elsewhere
+    if is_offloaded or layer in _TRIED:
         return False
     try:
         token = torch.linspace(-0.01, 0.01, layer.in_features, dtype=dtype, device=device_of(layer))
@@ -177,12 +178,10 @@ def mixes(layer: Any, dtype: torch.dtype) -> bool:
             alone, beside = (layer.forward(tokens[:, :count])[0, 0].float() for count in (1, 2))
         if (beside - alone).norm() > 0.05 * alone.norm():  # more than rounding
             return True
-    except (
-        AttributeError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ):  # it takes other inputs, or processes hold shares of it
+    except torch.OutOfMemoryError:  # says nothing about the layer
+        raise
+    # It takes other inputs, or processes hold shares of it.
+    except (AttributeError, RuntimeError, TypeError, ValueError):
         pass
     _TRIED.add(layer)
     return False
@@ -304,18 +303,7 @@ def has_own_code(target: PreTrainedModel) -> bool:
     name = target.config.get_text_config(decoder=True)._attn_implementation
     attention = ALL_ATTENTION_FUNCTIONS.get(name, nn.Module), nn.functional.scaled_dot_product_attention
     code = (each for module in target.modules() for each in (type(module), module.forward))
-    without_attention = (
-        "aqlm.",
-        "awq.",
-        "compressed_tensors.",
-        "eetq.",
-        "gptqmodel.",
-        "hqq.",
-        "liger_kernel.",
-        "quark.",
-    )
-    known = (*ROW_WISE_MODULES, *without_attention)
-    return not all(is_of(each, known) for each in (*code, *attention))
+    return not all(is_of(each, (*ROW_WISE_MODULES, *WITHOUT_ATTENTION)) for each in (*code, *attention))
 
 
 def is_of(code: Any, libraries: tuple[str, ...]) -> bool:

@@ -124,11 +124,9 @@ class Verifier:
         # Below the root a chain, and a sibling of its first node. With fewer nodes rounding in bfloat16 hides what they see.
         parents = on_device([[0, *range(9), 0]], token.device)
         tokens, parents = token.expand(-1, parents.shape[1]), parents.expand(len(token), -1)
-        newest, depth = int(given["position_ids"].max()) + 1, 9
-        is_near = any(
-            room < depth and (room >= -1 or kind != "longrope")  # as in `limit`
-            for kind, room in ((kind, length - 1 - newest) for kind, length in position_limits(self.config))
-        )
+        root = int(given["position_ids"].max()) + 1
+        rooms = [(kind, length - 1 - root) for kind, length in position_limits(self.config)]
+        is_near = any(room < 9 and (room >= -1 or kind != "longrope") for kind, room in rooms)  # as in `limit`
         if is_near or (cache.is_static and cache.capacity - cache.length < tokens.shape[1]):
             self.is_plain = True  # there is no room to try
             return
