@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 export PIP_NO_COMPILE = 0
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: install quickstart test types test-engines test-clients test-wheel docs style clean
+.PHONY: install quickstart test test-oldest types test-engines test-clients test-wheel docs style clean
 
 install: $(VENV)/.installed
 
@@ -34,6 +34,12 @@ test: $(VENV)/.tested
 	$(BIN)/python -m ruff format --check src tests recipes experiments
 	$(BIN)/python -m mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+# With the oldest transformers and accelerate that pyproject.toml allows. Without torchvision, tests of Gemma 4's images are skipped.
+test-oldest:
+	$(MAKE) install VENV=outputs/oldest
+	outputs/oldest/bin/python -m pip install --quiet transformers==5.17.0 accelerate==1.12.0
+	OMP_NUM_THREADS=1 outputs/oldest/bin/python -m pytest -n 2 --dist worksteal
 
 # Types of the package. Half a minute the first time, then only what changed.
 types: install

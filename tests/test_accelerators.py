@@ -30,6 +30,5 @@ def test_nothing_is_mixed_with_the_host():
         advances_in_step = family == "qwen3_5" and len(lengths) > 1
         if is_prompt_on_host or advances_in_step or "repetition_penalty" in settings:
             continue  # for a host that reads each step, or must know each token before the next
-        assert (
-            num_forwards <= num_waits <= num_forwards + 24
-        )  # some before the first step, (family, lengths, policy, settings)
+        # Some are before the first step: three more with transformers 5.17.
+        assert num_forwards <= num_waits <= num_forwards + 28, (family, lengths, policy, settings)

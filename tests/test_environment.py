@@ -64,7 +64,7 @@ def test_a_server_that_cannot_be_reached_is_named():
 @pytest.mark.parametrize("script, arguments, told", [
     ("inspect_draft.py", ("me/draft", "--promt=a"), "--promt (did you mean --prompt?)"),
     ("demo.py", ("--targt", "me/target"), "--targt (did you mean --target?)"),  # although --target is required
-    ("benchmark.py", ("--batch-sise", 4, "--xyzzy"), "--batch-sise (did you mean --batch_size?), --xyzzy"),
+    ("inspect_draft.py", ("me/draft", "--targt", "a", "--xyzzy"), "--targt (did you mean --target?), --xyzzy"),
 ])  # fmt: skip
 def test_misspelled_flags(run_recipe, script, arguments, told):
     result = run_recipe(script, *arguments)

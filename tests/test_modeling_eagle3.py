@@ -732,7 +732,8 @@ def test_a_draft_on_several_devices(target, part):
 def test_a_draft_that_is_offloaded_is_refused(target, draft, tmp_path):
     """Where `device_map="auto"` finds no room for its head. The mapping of tokens stays on the device."""
     draft.save_pretrained(tmp_path)
-    offloaded = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "offloaded"}
+    places = {**{name.split(".")[0]: "cpu" for name in draft.state_dict()}, "lm_head": "disk"}
+    offloaded = {"device_map": places, "offload_folder": tmp_path / "offloaded"}
     with pytest.raises(ValueError, match="they are offloaded, .* whole on one device"):
         target.generate(make_prompt(5), assistant_model=Eagle3ForSpeculation.from_pretrained(tmp_path, **offloaded))
 

@@ -220,7 +220,9 @@ def test_parts_of_a_stream_with_different_lengths(files, tmp_path):
     """
     lines = (files / "chats" / "train.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "parts").mkdir()
-    parts = {"train-0": lines[:14], "train-1": lines[14:21], "test-0": lines[:6], "test-1": lines[6:7]}
+    # Four files for two processes: older accelerate divides rows, not files, if there are as many files as processes.
+    parts = {"train-0": lines[:7], "train-1": lines[7:14], "train-2": lines[14:18], "train-3": lines[18:21]}
+    parts |= {"test-0": lines[:6], "test-1": lines[6:7]}
     for name, part in parts.items():
         (tmp_path / "parts" / f"{name}.jsonl").write_text("".join(part))
     settings = ("--dataset_name", tmp_path / "parts", "--dataset_streaming", "--max_steps", 9)

@@ -146,8 +146,8 @@ def keys_of_family(config: dict) -> set[str]:
     model_type, architectures = config.get("model_type"), config.get("architectures") or []
     if not (isinstance(model_type, str) and model_type in CONFIG_MAPPING and any("Llama" in x for x in architectures)):
         return set()
-    # The last two are in gpt-oss's config.json only.
-    keys = {*CONFIG_MAPPING[model_type]().to_dict(), "initial_context_length", "swiglu_limit"}
+    # The others are gpt-oss's, and in its config.json only, or in that of newer transformers.
+    keys = {*CONFIG_MAPPING[model_type]().to_dict(), "initial_context_length", "swiglu_alpha", "swiglu_limit"}
     # Other names of what is missing may say what the draft computes.
     parts = {"hidden_act": "hidden_activation", "rms_norm_eps": "_eps"}
     unsure = [part for key, part in parts.items() if config.get(key) is None]

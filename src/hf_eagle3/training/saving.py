@@ -268,9 +268,9 @@ class DraftSavingTrainer(SFTTrainer):
             )
         return commit
 
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+    def init_hf_repo(self, token: str | None = None, **kwargs: Any) -> None:
         """Refuses a repo that has another model."""
-        super().init_hf_repo(token, private)
+        super().init_hf_repo(token, **kwargs)
         if self.is_world_process_zero():
             check_repo(self.hub_model_id, self.args.hub_revision, token or self.args.hub_token, self._is_adapter)
 
