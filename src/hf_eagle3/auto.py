@@ -64,7 +64,7 @@ def install_auto_hook() -> None:
 
 
 # Beginnings of words in the names of drafts' classes, and of keys in their configurations.
-DRAFT_WORDS = ("dflash", "dflare", "draft", "eagle", "speculat")
+DRAFT_WORDS = ("dflash", "dflare", "draft", "dspark", "eagle", "speculat")
 
 
 def may_be_draft(content: dict) -> tuple[bool, bool]:

@@ -873,12 +873,13 @@ def test_code_that_is_trusted_is_theirs(tmp_path):
 
 @pytest.mark.parametrize("dflash", [{}, {"target_layer_ids": None}, None])
 @pytest.mark.parametrize(("depth", "count", "expected"), [(36, 5, [1, 9, 17, 25, 33]), (28, 2, [1, 25]), (13, 1, [6])])
-def test_layer_ids_that_are_left_out(tmp_path, dflash, depth, count, expected):
-    """They are those that z-lab's code and its ports then choose, for instance [1, 9, 17, 25, 33] of 36 layers."""
+def test_layer_ids_that_are_left_out(tmp_path, said, dflash, depth, count, expected):
+    """They are those that trainers take then, for instance [1, 9, 17, 25, 33] of 36 layers."""
     config = {**ZLAB_CONFIG, "layer_types": None, "mask_token_id": MASK}
     config |= {"dflash_config": dflash, "num_hidden_layers": count, "num_target_layers": depth}
     read = AutoConfig.from_pretrained(write_checkpoint(tmp_path, config))
     assert read.eagle_aux_hidden_state_layer_ids == [layer_id + 1 for layer_id in expected]
+    assert [text for text in said if f"no `target_layer_ids`. We take the outputs of layers {expected}" in text]
 
 
 def test_keys_of_training_and_of_the_target(tmp_path):
@@ -911,6 +912,8 @@ def test_layer_ids_that_angelslim_repeats(tmp_path):
         ({"aux_hidden_states_layer_ids": [0, 1]}, "aux_hidden_states_layer_ids"),
         ({"dflash_config": {"mask_token_id": MASK}, "num_target_layers": None}, "`target_layer_ids` is None"),
         ({"dflash_config": {"mask_token_id": MASK}, "num_target_layers": "4"}, "`target_layer_ids` is None"),
+        ({"dflash_config": {**ZLAB_CONFIG["dflash_config"], "causal": "off"}}, "`causal` is 'off', but must be true or false"),
+        ({"dflash_config": {**ZLAB_CONFIG["dflash_config"], "use_swa": "no"}}, "`use_swa` is 'no', but must be true or false"),
         ({"block_size": None}, "lacks .'block_size'"),
         ({"block_size": None, "rope_parameters": 3}, "lacks .'block_size'"),
         ({"dflash_config": {**ZLAB_CONFIG["dflash_config"], "use_swa": True}}, "there is no `swa_window_size`"),

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, Qwen3Config
 
 from ..checkpoints.keys import is_neutral
 from ..config_checks import DEFAULTS, NEUTRAL_LAYER_KEYS, NEUTRAL_ROPE_KEYS, changed_defaults
+from ..remote_code.auto_eagle3 import logger
 from ..remote_code.configuration_eagle3 import NEUTRAL_KEYS, unknown_keys
 
 
@@ -135,8 +136,11 @@ def nested_form(content: dict[str, Any]) -> dict[str, Any]:
         )
     placed = {**content, **dflash}
     if placed.get("target_layer_ids") is None:
-        placed["target_layer_ids"] = default_layer_ids(content)
+        placed["target_layer_ids"] = default_layer_ids(placed)
     layer_ids = checked_layer_ids("target_layer_ids", placed, first=-1)
+    for key in (*CAUSAL_KEYS, "use_swa"):
+        if placed.get(key) not in (None, False, True):  # text would count as true
+            raise ValueError(f"`{key}` is {placed[key]!r}, but must be true or false.")
     is_causal = {bool(placed[key]) for key in CAUSAL_KEYS if placed.get(key) is not None}
     if len(is_causal) > 1:
         raise ValueError(f"{', '.join(CAUSAL_KEYS)} contradict each other in this config.json.")
@@ -178,15 +182,18 @@ def nested_form(content: dict[str, Any]) -> dict[str, Any]:
 
 def default_layer_ids(content: dict[str, Any]) -> list[int] | None:
     """
-    Returns the ids of layers that z-lab's code, SpecForge, AngelSlim and NeMo Automodel choose for a draft that names none: as
-    many as it has layers, spread over the target. `None` if there is no number of layers.
+    Returns the ids of layers that SpecForge, TorchSpec, AngelSlim and NeMo Automodel train a draft with whose configuration names
+    none: as many as it has layers, spread over the target. `None` if there is no number of layers.
     """
     depth, count = (content.get(key) for key in ("num_target_layers", "num_hidden_layers"))
     if type(depth) is not int or type(count) is not int or not 1 <= count <= depth:
         return None
-    if count == 1:
-        return [depth // 2]
-    return [round(1 + index * (depth - 4) / (count - 1)) for index in range(count)]
+    spread = [round(1 + index * (depth - 4) / (count - 1)) for index in range(count)] if count > 1 else [depth // 2]
+    logger.warning_once(
+        f"This config.json has no `target_layer_ids`. We take the outputs of layers {spread}, as most trainers do then. If few tokens "
+        "are accepted, add what the draft was trained with."
+    )
+    return spread
 
 
 def without_defaults(content: dict[str, Any]) -> dict[str, Any]:
