@@ -884,7 +884,7 @@ def test_layer_ids_that_are_left_out(tmp_path, said, dflash, depth, count, expec
 
 def test_keys_of_training_and_of_the_target(tmp_path):
     """SpecForge's DTA is another training of the same network. NeMo Automodel copies the target's configuration."""
-    config = {**ZLAB_CONFIG, **OF_TARGETS["qwen3_moe"], "decoder_sparse_step": 1, "router_aux_loss_coef": 0.001}
+    config = {**ZLAB_CONFIG, **OF_TARGETS["qwen3_moe"], "decoder_sparse_step": 1, "num_context_layers": 2}
     config["dflash_config"] = {**config["dflash_config"], "training_mode": "vp_drafter", "prefix_weight_base": 0.9}
     assert type(AutoModel.from_pretrained(write_checkpoint(tmp_path, config))) is DFlashForSpeculation
 

@@ -42,6 +42,7 @@ DFLASH_KEYS = {
     *CAUSAL_KEYS,
     *WINDOW_KEYS,
     *TRAINING_KEYS,
+    "num_context_layers",  # verl-SpeCo's number of states, which `fc` shows, too
     "num_target_layers",
     "target_layer_ids",
     "target_hidden_size",
