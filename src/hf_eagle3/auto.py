@@ -63,14 +63,17 @@ def install_auto_hook() -> None:
     AutoConfig.from_pretrained = classmethod(with_drafts)
 
 
+# Beginnings of words in the names of drafts' classes, and of keys in their configurations.
+DRAFT_WORDS = ("dflash", "dflare", "draft", "dspark", "eagle", "speculat")
+
+
 def may_be_draft(content: dict) -> tuple[bool, bool]:
     """
     Whether a `config.json` may be a draft's, and whether it certainly is. Only then are names of tensors fetched from
     the Hub. Checkpoints in folders are always read.
     """
     architectures = [str(name) for name in content.get("architectures") or []]
-    words = ("dflash", "draft", "eagle", "speculat")
-    is_certain = any(word in name.lower() for name in [*content, *architectures] for word in words)
+    is_certain = any(word in name.lower() for name in [*content, *architectures] for word in DRAFT_WORDS)
     is_known = bool(architectures) and names_of_transformers().issuperset(architectures)
     return is_certain or not is_known or content.get("num_hidden_layers") == 1, is_certain
 
@@ -105,6 +108,8 @@ def draft_config(
     if config is not None:
         kind, names = kind_of_draft(config.to_dict(), name_or_path, hub_kwargs)
         if kind is None:
+            if not (trust_remote_code and getattr(config, "auto_map", None)):
+                check_is_no_draft(config.to_dict(), names, name_or_path)
             return None
     content, kwargs = PreTrainedConfig.get_config_dict(name_or_path, **kwargs)
     auto_map, algorithm = content.get("auto_map") or {}, content.get("speculators_model_type")
@@ -116,6 +121,7 @@ def draft_config(
         check_method(content, name_or_path)  # transformers would say that it is too old
         kind, names = kind_of_draft(content, name_or_path, hub_kwargs)
         if kind is None:
+            check_is_no_draft(content, names, name_or_path)
             return None
     if not content:
         raise ValueError(f"{name_or_path} has the weights of a draft, but no config.json. Download it again.")
@@ -126,6 +132,28 @@ def draft_config(
             return None
         return block_draft_config(name_or_path, content, names, **kwargs)
     return eagle3_config(name_or_path, content, hub_kwargs, **kwargs)
+
+
+def check_is_no_draft(content: dict, names: Iterable[str], name_or_path: str | Path) -> None:
+    """
+    Raises `ValueError` if a checkpoint without the tensors of a known kind of draft calls itself a draft, and lacks those of a
+    whole model, so that transformers would load a random one.
+    """
+    outside = {name.removeprefix("model.") for name in names}
+    if (called := draft_classes(content)) and outside and not {"embed_tokens.weight", "norm.weight"} <= outside:
+        raise ValueError(
+            f"{name_or_path} is a draft of a kind that hf-eagle3 does not know: it is called {called}, and holds {sorted(names)[:6]} ... "
+            "The project that trained it, or an engine such as vLLM, may run it. If it is a whole model, correct `architectures` in "
+            "its config.json."
+        )
+
+
+def draft_classes(content: dict) -> list[str]:
+    """Returns those of the `architectures` in a `config.json` that are called drafts, and are not classes of transformers."""
+    architectures = content.get("architectures")
+    names = [str(name) for name in architectures] if isinstance(architectures, list) else []
+    called = [name for name in names if any(word in name.lower() for word in DRAFT_WORDS)]
+    return [name for name in called if name not in names_of_transformers()]
 
 
 def eagle3_config(

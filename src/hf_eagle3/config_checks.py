@@ -186,7 +186,8 @@ def check_layers(config: Eagle3Config) -> None:
     factor = rope.get("partial_rotary_factor") or 1.0
     if factor != 1 and config.model_type != "eagle3":  # z-lab's code ignores it, and other drafts are ours
         raise ValueError(
-            f"`partial_rotary_factor` is {factor}, but the layers of these drafts rotate whole heads. Remove it."
+            f"`partial_rotary_factor` is {factor}, but the layers of these drafts rotate whole heads. Remove it, also "
+            "within `rope_parameters` and `rope_scaling`."
         )
     dim = int(layer_config.head_dim * factor)
     if factor != 1 and (factor > 1 or dim % 2 or dim == 0):

@@ -29,6 +29,12 @@ QWEN3_LAYER = {
 # Names that only EAGLE-3's drafts have: SafeAILab's, and those of speculators' research code.
 OF_EAGLE3 = ("midlayer.", "lm_head_layernorm.")
 FIRST_LAYERS = ("midlayer.", "midlayer.0.", "layers.0.")
+# Names of TorchSpec in block drafts.
+OF_TORCHSPEC = {
+    "context_norm.weight": "hidden_norm.weight",
+    "context_proj.weight": "fc.weight",
+    "final_norm.weight": "norm.weight",
+}
 WRAPPERS = r"\b_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\."
 # Arguments of `cached_file` that make it return `None` for a missing file.
 LENIENT = {
@@ -84,7 +90,7 @@ def is_draft(names: Iterable[str]) -> bool:
 
 def is_block_draft(names: Iterable[str]) -> bool:
     """Whether tensors with these names make up a draft like DFlash's, which fuses the target's states before its layers."""
-    shorter = set(without_prefix(names).values())
+    shorter = {OF_TORCHSPEC.get(name, name) for name in without_prefix(names).values()}
     return {"fc.weight", "hidden_norm.weight"} <= shorter and not any(name.startswith(OF_EAGLE3) for name in shorter)
 
 
@@ -122,10 +128,12 @@ def without_prefix(names: Iterable[str]) -> dict[str, str]:
 
 def our_names(names: Iterable[str]) -> dict[str, str]:
     """
-    Maps names of a draft's tensors to ours: without a prefix, and `layers.0` for SafeAILab's `midlayer`. Model-Optimizer
-    numbered several of these (`midlayer.1`). As in vLLM and SGLang, `model.` may stand before some names only.
+    Maps names of a draft's tensors to ours: without a prefix, with `layers.0` for SafeAILab's `midlayer`, and without
+    TorchSpec's names. Model-Optimizer numbered several midlayers (`midlayer.1`). As in vLLM and SGLang, `model.` may stand before
+    some names only.
     """
     shorter = {name: short.removeprefix("model.") for name, short in without_prefix(names).items()}
+    shorter = {name: OF_TORCHSPEC.get(short, short) for name, short in shorter.items()}
     numbered = {name: re.sub(r"^midlayer\.(\d+)\.", r"layers.\1.", short) for name, short in shorter.items()}
     return {name: re.sub(r"^midlayer\.", "layers.0.", short) for name, short in numbered.items()}
 

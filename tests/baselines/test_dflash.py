@@ -133,6 +133,12 @@ SPECULATORS_CONFIG = {
     },
     "transformers_version": "5.24.0",
 }
+# Model-Optimizer says in `dflash_config` that all layers have windows, which are as long as a block or longer.
+MODELOPT_CONFIG = {
+    **ZLAB_CONFIG,
+    "dflash_config": {**ZLAB_CONFIG["dflash_config"], "causal": False, "use_swa": True, "swa_window_size": BLOCK},
+    "sliding_window": BLOCK,
+}
 CONFIGS = {"z-lab": ZLAB_CONFIG, "jetspec": JETSPEC_CONFIG, "windowed": WINDOWED_CONFIG}
 SETTINGS = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
 
@@ -279,6 +285,38 @@ def test_published_layouts(tmp_path, kind):
         assert torch.equal(
             target.generate(**batch, **SETTINGS, assistant_model=draft), target.generate(**batch, **SETTINGS)
         )
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_causal"),
+    [
+        ({}, False),
+        ({"dflash_config": {**MODELOPT_CONFIG["dflash_config"], "causal": True}}, True),
+        # Nothing says so: vLLM takes the types of the layers.
+        ({"dflash_config": {**MODELOPT_CONFIG["dflash_config"], "causal": None}}, False),
+        (
+            {
+                "dflash_config": {**MODELOPT_CONFIG["dflash_config"], "causal": None, "swa_window_size": None},
+                "layer_types": ["sliding_attention"] * 2,
+            },
+            True,
+        ),
+    ],
+)
+@torch.no_grad()
+def test_windows_of_model_optimizer(tmp_path, changes, is_causal):
+    target, tokens = make_target("llama"), make_prompt(9)
+    folder = write_checkpoint(tmp_path / "draft", {**MODELOPT_CONFIG, **changes})
+    draft = AutoModel.from_pretrained(folder).eval()
+    draft.save_pretrained(tmp_path / "saved")
+    aux = states_of(target, draft, tokens[:, :-1])
+    block = torch.nn.functional.pad(tokens[:, -1:], (0, BLOCK - 1), value=MASK)
+    weights, how = load_file(folder / "model.safetensors"), {"is_causal": (is_causal,) * 2, "windows": (BLOCK,) * 2}
+    expected = naive_logits(weights, target, aux[0], int(tokens[0, -1]), **how)
+    for each in (draft, AutoModel.from_pretrained(tmp_path / "saved").eval()):
+        each.borrow_embeddings(target)
+        logits = each(block, each.combine_hidden_states(aux)).logits[0]
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -833,6 +871,36 @@ def test_code_that_is_trusted_is_theirs(tmp_path):
         assert type(theirs).__module__.startswith("transformers_modules.") and type(theirs.config) is Qwen3Config
 
 
+@pytest.mark.parametrize("dflash", [{}, {"target_layer_ids": None}, None])
+@pytest.mark.parametrize(("depth", "count", "expected"), [(36, 5, [1, 9, 17, 25, 33]), (28, 2, [1, 25]), (13, 1, [6])])
+def test_layer_ids_that_are_left_out(tmp_path, said, dflash, depth, count, expected):
+    """They are those that trainers take then, for instance [1, 9, 17, 25, 33] of 36 layers."""
+    config = {**ZLAB_CONFIG, "layer_types": None, "mask_token_id": MASK}
+    config |= {"dflash_config": dflash, "num_hidden_layers": count, "num_target_layers": depth}
+    read = AutoConfig.from_pretrained(write_checkpoint(tmp_path, config))
+    assert read.eagle_aux_hidden_state_layer_ids == [layer_id + 1 for layer_id in expected]
+    assert [text for text in said if f"no `target_layer_ids`. We take the outputs of layers {expected}" in text]
+
+
+def test_keys_of_training_and_of_the_target(tmp_path):
+    """SpecForge's DTA is another training of the same network. NeMo Automodel copies the target's configuration."""
+    config = {**ZLAB_CONFIG, **OF_TARGETS["qwen3_moe"], "decoder_sparse_step": 1, "num_context_layers": 2}
+    config["dflash_config"] = {**config["dflash_config"], "training_mode": "vp_drafter", "prefix_weight_base": 0.9}
+    assert type(AutoModel.from_pretrained(write_checkpoint(tmp_path, config))) is DFlashForSpeculation
+
+
+def test_names_of_torchspec(tmp_path):
+    folder = write_checkpoint(tmp_path, ZLAB_CONFIG)
+    expected, tensors = AutoModel.from_pretrained(folder).state_dict(), load_file(folder / "model.safetensors")
+    for name, ours in (("context_norm", "hidden_norm"), ("context_proj", "fc"), ("final_norm", "norm")):
+        tensors[f"{name}.weight"] = tensors.pop(f"{ours}.weight")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for loader in (AutoModel, DFlashForSpeculation):
+        draft = loader.from_pretrained(folder)
+        assert type(draft) is DFlashForSpeculation
+        assert all(tensor.equal(expected[name]) for name, tensor in draft.state_dict().items())
+
+
 def test_layer_ids_that_angelslim_repeats(tmp_path):
     folder = write_checkpoint(tmp_path / "draft", {**ZLAB_CONFIG, "aux_hidden_states_layer_ids": [0, 2]})
     assert AutoModel.from_pretrained(folder).config.eagle_aux_hidden_state_layer_ids == [1, 3]
@@ -842,8 +910,17 @@ def test_layer_ids_that_angelslim_repeats(tmp_path):
     ("changes", "message"),
     [
         ({"aux_hidden_states_layer_ids": [0, 1]}, "aux_hidden_states_layer_ids"),
-        ({"dflash_config": {"mask_token_id": MASK}}, "`target_layer_ids` is None"),
-        ({"dflash_config": {"target_layer_ids": [0, 2]}}, "`mask_token_id` is None"),
+        ({"dflash_config": {"mask_token_id": MASK}, "num_target_layers": None}, "`target_layer_ids` is None"),
+        ({"dflash_config": {"mask_token_id": MASK}, "num_target_layers": "4"}, "`target_layer_ids` is None"),
+        ({"dflash_config": {**ZLAB_CONFIG["dflash_config"], "causal": "off"}}, "`causal` is 'off', but must be true or false"),
+        ({"dflash_config": {**ZLAB_CONFIG["dflash_config"], "use_swa": "no"}}, "`use_swa` is 'no', but must be true or false"),
+        ({"block_size": None}, "lacks .'block_size'"),
+        ({"block_size": None, "rope_parameters": 3}, "lacks .'block_size'"),
+        ({"dflash_config": {**ZLAB_CONFIG["dflash_config"], "use_swa": True}}, "there is no `swa_window_size`"),
+        ({"partial_rotary_factor": 0.25}, "rotate whole heads. Remove it, also within `rope_parameters`"),
+        ({"dspine_config": {"transfer_rank": 4}, "architectures": ["DSpineDraftModel"]}, "dspine_config.*'DSpineDraftModel'.*vLLM"),
+        ({"dflash_config": {**ZLAB_CONFIG["dflash_config"], "attention_sink_bias": True}}, "attention_sink_bias"),
+        ({"dflash_config": {"target_layer_ids": [0, 2]}}, "lacks .'mask_token_id'.. Add what the draft was trained with"),
         ({"dflash_config": {"mask_token_id": 96, "target_layer_ids": [0, 2]}}, "`mask_token_id` is 96, .* 96 tokens"),
         ({"dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, -2]}}, "must be .* from -1 .the embedding. on"),
         ({"dflash_config": 3}, "`dflash_config` is 3"),

@@ -9,6 +9,7 @@ import torch
 from conftest import make_baseline, make_draft, make_prompt, make_target
 from huggingface_hub import HfApi
 from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaModel
 
 from hf_eagle3 import Eagle3Config, Eagle3ForSpeculation
@@ -116,6 +117,37 @@ def test_what_is_no_draft_loads_as_before(tmp_path, target, tokenizer):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="in no known EAGLE-3 format"):
         Eagle3ForSpeculation.from_pretrained(tmp_path)
+
+
+def test_a_draft_of_an_unknown_kind_is_no_random_model(tmp_path, target):
+    """Its tensors are of no kind that hf-eagle3 knows, but it is called a draft, and is no whole model (AngelSlim's DFlare)."""
+    (tmp_path / "draft").mkdir()
+    names = ("hidden_norm.weight", "layer_fusion_weights", "layers.0.self_attn.k_proj_target.weight", "norm.weight")
+    save_file({name: torch.ones(4) for name in names}, tmp_path / "draft" / "model.safetensors", {"format": "pt"})
+    for changes in ({"model_type": "qwen3"}, {"model_type": "unheard_of"}):
+        content = {**target.config.to_dict(), "architectures": ["QwenDFlareDraftModel"], **changes}
+        (tmp_path / "draft" / "config.json").write_text(json.dumps(content))
+        for loader in (AutoConfig, AutoModel, AutoModelForCausalLM):
+            with pytest.raises(
+                ValueError, match="kind that hf-eagle3 does not know: it is called .'QwenDFlareDraftModel'.*vLLM"
+            ):
+                loader.from_pretrained(tmp_path / "draft")
+        with pytest.raises(ValueError, match="in no known EAGLE-3 format.*It is called .'QwenDFlareDraftModel'.*vLLM"):
+            Eagle3ForSpeculation.from_pretrained(tmp_path / "draft")
+    code = "from transformers import LlamaConfig, PreTrainedModel\n\n\nclass DFlareModel(PreTrainedModel):\n"
+    code += "    config_class = LlamaConfig\n\n    def __init__(self, config):\n        super().__init__(config)\n        self.post_init()\n"
+    (tmp_path / "draft" / "dflare.py").write_text(code)
+    content |= {"model_type": "llama", "auto_map": {"AutoModel": "dflare.DFlareModel"}}
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(content))
+    theirs = AutoModel.from_pretrained(tmp_path / "draft", trust_remote_code=True)
+    assert type(theirs).__name__ == "DFlareModel"
+    # A small model, whatever it is called.
+    target.save_pretrained(tmp_path / "model")
+    content = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(
+        json.dumps({**content, "architectures": ["SmallDraftForCausalLM"]})
+    )
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "model")) is type(target)
 
 
 def test_a_configuration_with_code_of_its_own_is_left_alone(tmp_path, target):

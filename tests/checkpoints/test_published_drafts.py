@@ -107,6 +107,14 @@ def tensors_for(config, holds):
         for part, shape in {"gate": (16, WIDTH), "up": (16, WIDTH), "down": (WIDTH, 16)}.items():
             del tensors[f"midlayer.mlp.{part}_proj.weight"]
             tensors[f"midlayer.mlp.{part}_weight"] = torch.ones(4, *shape)
+    if "fused token" in holds:  # EDSD's
+        del tensors["midlayer.input_layernorm.weight"]
+        tensors |= {f"edfuse.{part}_proj.weight": torch.ones(48, WIDTH) for part in ("gate", "up")}
+        tensors |= {"edfuse.down_proj.weight": torch.ones(WIDTH, 48), "embnorm.weight": torch.ones(WIDTH)}
+    if "multi-token prediction" in holds:
+        del tensors["layers.0.hidden_norm.weight"]
+        tensors |= {f"pre_fc_norm_{part}.weight": torch.ones(WIDTH) for part in ("embedding", "hidden")}
+        tensors = {f"mtp.{name}": tensor for name, tensor in tensors.items()}
     if "numbered midlayers" in holds:
         tensors = {name.replace("layers.", "midlayer."): tensor for name, tensor in tensors.items()}
     if "biases" in holds:

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, Qwen3Config
 
 from ..checkpoints.keys import is_neutral
 from ..config_checks import DEFAULTS, NEUTRAL_LAYER_KEYS, NEUTRAL_ROPE_KEYS, changed_defaults
+from ..remote_code.auto_eagle3 import logger
 from ..remote_code.configuration_eagle3 import NEUTRAL_KEYS, unknown_keys
 
 
@@ -32,7 +33,20 @@ OUR_KEYS = (
     "verifier_fingerprint",
     "weights_digest",
 )
-DFLASH_KEYS = {*BLOCK_KEYS, *CAUSAL_KEYS, "num_target_layers", "target_layer_ids", "target_hidden_size"}
+# Model-Optimizer's windows, which all layers have.
+WINDOW_KEYS = ("use_swa", "swa_window_size")
+# How SpecForge trained the draft.
+TRAINING_KEYS = ("prefix_weight_base", "training_mode")
+DFLASH_KEYS = {
+    *BLOCK_KEYS,
+    *CAUSAL_KEYS,
+    *WINDOW_KEYS,
+    *TRAINING_KEYS,
+    "num_context_layers",  # verl-SpeCo's number of states, which `fc` shows, too
+    "num_target_layers",
+    "target_layer_ids",
+    "target_hidden_size",
+}
 # They name the draft and its target, and do not change what it computes.
 NAMING_KEYS = ("dflash_config", "architectures", "config_digest", "dtype", "model_type", "verifier")
 # Values that are the same as leaving the key out. Other values are of other kinds of block drafts.
@@ -103,24 +117,31 @@ def nested_form(content: dict[str, Any]) -> dict[str, Any]:
         content = {key: value for key, value in content.items() if key != "aux_hidden_states_layer_ids"}
     known = {*DFLASH_KEYS, *LAYER_KEYS, *TOKEN_KEYS, *OUR_KEYS, *NAMING_KEYS, *NEUTRAL_LAYER_KEYS}
     known |= PreTrainedConfig().to_dict().keys()
-    unknown = set(unknown_keys(without_defaults(content), known))
-    if not is_qwen3:  # the target's configuration became the draft's, with the target's experts and tokens
-        said = {**content, **(content.get("rope_parameters") or {})}
-        if absent := [key for key in NEEDED_KEYS if said.get(key) is None]:
-            raise ValueError(f"This config.json lacks {absent}. Add what the draft was trained with.")
-        unknown = {key for key in unknown if not is_neutral(key)}
+    # The target's configuration may have become the draft's, with the target's experts and tokens.
+    unknown = {key for key in unknown_keys(without_defaults(content), known) if not is_neutral(key)}
     unknown |= {*unknown_keys(without_defaults(dflash), DFLASH_KEYS), *changed_defaults(content)} - {*CAUSAL_KEYS}
-    if unknown:
+    if unknown := unknown - {"partial_rotary_factor"}:  # that is checked later
         raise ValueError(
-            f"This config.json has keys that DFlash does not have: {sorted(unknown)}. It may be of a later kind of block draft "
-            "(DFlash 2, DSpark), which hf-eagle3 does not read."
+            f"This config.json has keys that DFlash does not have: {sorted(unknown)}. If they are about the target or the training, "
+            f"remove them. Otherwise the draft ({content.get('architectures')}) is of another kind (DFlash 2, DSpark, Domino), or has "
+            "other layers, which hf-eagle3 does not read. An engine such as vLLM may run it."
         )
+    rope = content.get("rope_parameters")
+    said = {**content, **(rope if isinstance(rope, dict) else {}), **dflash}
+    needed = ("block_size", "mask_token_id", *(() if is_qwen3 else NEEDED_KEYS))
+    if absent := [key for key in needed if said.get(key) is None]:
+        raise ValueError(f"This config.json lacks {absent}. Add what the draft was trained with.")
     if content.get("config_digest") not in (None, digest_of(content)):
         raise ValueError(
             "This config.json is not what was saved. Download it again, or remove `config_digest` if you changed it on purpose."
         )
     placed = {**content, **dflash}
+    if placed.get("target_layer_ids") is None:
+        placed["target_layer_ids"] = default_layer_ids(placed)
     layer_ids = checked_layer_ids("target_layer_ids", placed, first=-1)
+    for key in (*CAUSAL_KEYS, "use_swa"):
+        if placed.get(key) not in (None, False, True):  # text would count as true
+            raise ValueError(f"`{key}` is {placed[key]!r}, but must be true or false.")
     is_causal = {bool(placed[key]) for key in CAUSAL_KEYS if placed.get(key) is not None}
     if len(is_causal) > 1:
         raise ValueError(f"{', '.join(CAUSAL_KEYS)} contradict each other in this config.json.")
@@ -130,6 +151,18 @@ def nested_form(content: dict[str, Any]) -> dict[str, Any]:
         del fields["final_logit_softcapping"]
     others, verifier = (*TOKEN_KEYS, *OUR_KEYS, *TYPE_KEYS), content.get("verifier")
     layer_config = {key: content[key] for key in LAYER_KEYS if content.get(key) is not None}
+    if content.get("partial_rotary_factor") is not None:
+        layer_config["partial_rotary_factor"] = content["partial_rotary_factor"]
+    if placed.get("use_swa"):
+        # As in vLLM, the types of the layers then say only whether they are causal, if nothing else does.
+        is_causal = is_causal or {"sliding_attention" in (content.get("layer_types") or ())}
+        window = placed.get("swa_window_size") or content.get("sliding_window")
+        if window is None:
+            raise ValueError(
+                "`use_swa` is true, but there is no `swa_window_size`. Add what the draft was trained with."
+            )
+        layer_config |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
+        layer_config.pop("layer_types", None)  # all layers from `max_window_layers` on have windows
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(layer_config.get(key), dict):  # block drafts take one position a token, whatever their target
             layer_config[key] = {
@@ -146,6 +179,22 @@ def nested_form(content: dict[str, Any]) -> dict[str, Any]:
         **fields,
         **{key: placed[key] for key in others if placed.get(key) is not None},
     }
+
+
+def default_layer_ids(content: dict[str, Any]) -> list[int] | None:
+    """
+    Returns the ids of layers that SpecForge, TorchSpec, AngelSlim and NeMo Automodel train a draft with whose configuration names
+    none: as many as it has layers, spread over the target. `None` if there is no number of layers.
+    """
+    depth, count = (content.get(key) for key in ("num_target_layers", "num_hidden_layers"))
+    if type(depth) is not int or type(count) is not int or not 1 <= count <= depth:
+        return None
+    spread = [round(1 + index * (depth - 4) / (count - 1)) for index in range(count)] if count > 1 else [depth // 2]
+    logger.warning_once(
+        f"This config.json has no `target_layer_ids`. We take the outputs of layers {spread}, as most trainers do then. If few tokens "
+        "are accepted, add what the draft was trained with."
+    )
+    return spread
 
 
 def without_defaults(content: dict[str, Any]) -> dict[str, Any]:

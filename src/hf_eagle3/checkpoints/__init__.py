@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
+from ..auto import draft_classes
 from ..config_checks import check_method
 from ..reading import fields_among
 from ..remote_code.auto_eagle3 import logger
@@ -70,7 +71,7 @@ def read(
     if not is_draft(tensors):
         raise ValueError(
             f"{source} is in no known EAGLE-3 format. A draft has `fc.weight` and one layer (`midlayer` or `layers.0`) with a "
-            f"`hidden_norm`, but this checkpoint holds {sorted(tensors)[:6]} ... {advice_for(tensors)}"
+            f"`hidden_norm`, but this checkpoint holds {sorted(tensors)[:6]} ... {advice_for(tensors, config)}"
         )
     if find(source, "adapter_config.json", **{**hub_kwargs, **LENIENT}) is not None:
         logger.warning_once(
@@ -92,8 +93,8 @@ def read(
         raise ValueError(f"{source}, read as {format_of(config)}: {reason}") from error
 
 
-def advice_for(names: Iterable[str]) -> str:
-    """Returns what to do with a checkpoint with tensors of these names, which is no draft."""
+def advice_for(names: Iterable[str], config: dict) -> str:
+    """Returns what to do with a checkpoint with tensors of these names and this `config.json`, which is no known draft."""
     if any(name.startswith("eagle_module.") for name in names):
         return "It is a target with a draft in training. Export the draft with Model-Optimizer's `export_hf_checkpoint.py`."
     if any(name.endswith("embed_tokens.weight") for name in names):
@@ -101,6 +102,8 @@ def advice_for(names: Iterable[str]) -> str:
             "It is a whole model. Pass the name of a draft, or load a small model by `AutoModelForCausalLM`: transformers accepts it "
             "as `assistant_model`, too."
         )
+    if called := draft_classes(config):
+        return f"It is called {called}. The project that trained it, or an engine such as vLLM, may run it."
     return "Pass the name of a draft."
 
 

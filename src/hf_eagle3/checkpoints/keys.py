@@ -50,6 +50,7 @@ EAGLE_KEYS = (
     "eagle_aux_hidden_state_layer_ids",
     "num_aux_hidden_states",
     "num_aux_layers",
+    "num_draft_layers",  # verl-SpeCo's name for `draft_num_hidden_layers`
     "target_hidden_size",
 )
 # Model-Optimizer's flags, and their values for the network that is implemented here.
@@ -123,6 +124,8 @@ def flags_of(config: dict) -> dict:
             flags[key] = bool(said[0])
     if flags["use_aux_norm"]:
         flags["fc_norm"] = True
+    if flags["draft_num_hidden_layers"] is None:
+        flags["draft_num_hidden_layers"] = flags["num_draft_layers"]
     return flags
 
 
