@@ -179,6 +179,18 @@ GOOD = {
         {"prompt": "a: c", "input": "c", "completion": "b"},
         {"text": "a: c", "completion": "b"},
     ),
+    "reasoning twice": (
+        {"messages": [U, {**A, "reasoning": "c\nd"}], "metadata": {"reasoning_content": "c\nd\n"}},
+        {"messages": [U, {**A, "reasoning": "c\nd"}]},
+    ),
+    "no reasoning": (
+        {"messages": CHAT, "reasoning_content": None, "metadata": {"reasoning_content": ""}},
+        {"messages": CHAT},
+    ),
+    "reasoning in a completion and in a column": (
+        {"prompt": "a", "completion": "<think>c</think>b", "reasoning_content": "c"},
+        {"text": "a", "completion": "<think>c</think>b"},
+    ),
     "a text": ({"text": "a", "tools": None}, {"text": "a"}),
     "an empty text": ({"text": ""}, {"text": ""}),
     "tokens": ({"input_ids": [5, 6]}, {"tokens": {"input_ids": [5, 6], "labels": [5, 6]}}),
@@ -302,6 +314,22 @@ BAD = {
         "it has 'input' beside 'prompt', which does not have it. Write it into",
     ),
     "its history": ({"prompt": "a", "history": [["c", "d"]], "completion": "b"}, "it has 'history' beside 'prompt'"),
+    "reasoning in a column": (
+        {"messages": CHAT, "reasoning_content": "c\nd"},
+        "it has 'reasoning_content', which is not in its answer, .* Write it into the assistant's message",
+    ),
+    "reasoning beside a completion": (
+        {"prompt": "a", "completion": "b", "reasoning_content": "c"},
+        "not in its answer",
+    ),
+    "reasoning beside messages of a completion": (
+        {"prompt": [U], "completion": [A], "reasoning_content": "c"},
+        "not in its answer",
+    ),
+    "reasoning where speculators' script wrote it": (
+        {"conversations": SHAREGPT, "metadata": {"idx": 0, "reasoning_content": "c"}},
+        "it has 'reasoning_content' in 'metadata', which is not in its answer",
+    ),
     "a prompt twice": ({"prompt": [U], "completion": CHAT}, "its completion begins with the prompt again"),
     "two contents": (
         {"messages": [{**U, "value": "c"}, A]},

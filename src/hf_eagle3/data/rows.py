@@ -137,7 +137,9 @@ def read_row(row: Mapping[str, Any], kind: str, features: Mapping[str, Any] | No
                 f"{kind!r} has nothing in it, but {others[0]!r} has. All rows must have what is learned in the same column. Convert these "
                 "rows, or remove them"
             )
-        messages, images = with_places(read_conversation(row, kind), images)
+        messages = read_conversation(row, kind)
+        _refuse_reasoning_beside(row, messages)
+        messages, images = with_places(messages, images)
         return Row(messages=messages, template_kwargs=read_template_kwargs(row), images=images)
     if kind != "prompt":
         _refuse_beside_text(row)
@@ -152,6 +154,7 @@ def read_row(row: Mapping[str, Any], kind: str, features: Mapping[str, Any] | No
         texts = {name: read_text(row.get(name), name) for name in ("prompt", "completion")}
         for name, text in texts.items():
             refuse_json(text, name)
+        _refuse_reasoning_beside(row, [texts])
         return Row(text=texts["prompt"], completion=texts["completion"], images=images)
     given = read_conversation(row, "prompt")
     answer = read_messages(completion, "completion")
@@ -161,6 +164,7 @@ def read_row(row: Mapping[str, Any], kind: str, features: Mapping[str, Any] | No
         raise RowError(
             "its completion has no message of the assistant, so the target would not say it. Correct the roles"
         )
+    _refuse_reasoning_beside(row, answer)
     messages, images = with_places(given + answer, images)
     return Row(messages=messages, num_given=len(given), template_kwargs=read_template_kwargs(row), images=images)
 
@@ -368,6 +372,18 @@ def _refuse_beside_text(row: dict[str, Any]) -> None:
         if is_something(value) and not (isinstance(value, str) and value in str(row["prompt"])):
             raise RowError(
                 f"it has {name!r} beside 'prompt', which does not have it. Write it into the prompt, or remove the column"
+            )
+
+
+def _refuse_reasoning_beside(row: dict[str, Any], messages: Iterable[dict[str, Any]]) -> None:
+    """Refuses reasoning in a column, where it is not read, unless the messages have it, too."""
+    said = [str(value) for message in messages for value in message.values()]
+    for columns, where in ((row, ""), (row.get("metadata"), " in 'metadata'")):  # where speculators' script wrote it
+        reasoning = columns.get("reasoning_content") if isinstance(columns, dict) else None
+        if is_something(reasoning) and not any(str(reasoning).strip() in text for text in said):
+            raise RowError(
+                f"it has 'reasoning_content'{where}, which is not in its answer, and the draft would learn to answer without it. Write it "
+                "into the assistant's message ('reasoning_content') or into the completion, or remove the column"
             )
 
 
