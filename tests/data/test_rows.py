@@ -156,6 +156,31 @@ GOOD = {
         {"messages": [{"role": "user", "content": ["a", {"type": "image", "text": None}]}, A], "image": "x"},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}, A], "images": ["x"]},
     ),
+    "images at marks": (
+        {
+            "conversations": [
+                {"from": "human", "value": "<image>\n<image>\na <image> c"},
+                {"from": "gpt", "value": "<image>"},
+                {"from": "human", "value": "d\n<image>"},
+            ],
+            "images": ["x", "y", "z", "w"],
+        },
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [IMAGE, IMAGE, {"type": "text", "text": "a "}, IMAGE, {"type": "text", "text": " c"}],
+                },
+                {"role": "assistant", "content": "<image>"},
+                {"role": "user", "content": [{"type": "text", "text": "d"}, IMAGE]},
+            ],
+            "images": ["x", "y", "z", "w"],
+        },
+    ),
+    "a text about marks": (
+        {"messages": [{**U, "content": "<image>"}, A]},
+        {"messages": [{**U, "content": "<image>"}, A]},
+    ),
     "images in messages": (
         {
             "messages": [
@@ -247,6 +272,10 @@ BAD = {
     "more places than images": (
         {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "image"}]}, A], "images": ["x"]},
         "messages have 2 places for images, but it has 1 images",
+    ),
+    "more images than marks": (
+        {"messages": [{"role": "user", "content": "<image> a"}, A], "images": ["x", "y"]},
+        "messages have 1 places for images, but it has 2 images. .* or marks <image>",
     ),
     "more images than places": (
         {"messages": [{"role": "user", "content": [{"type": "image"}]}, A], "images": ["x", "y"]},

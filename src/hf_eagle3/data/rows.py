@@ -5,6 +5,7 @@ A row is read before anything else happens to it. An error names the row, says w
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,8 @@ from .values import RowError, as_list, from_json, is_something, shown
 
 SYSTEM = ("system", "system_prompt")  # columns of system prompts beside a conversation
 IMAGES = ("images", "image")
+# Where an image is, in data for LLaVA, LLaMA-Factory and ms-swift. Templates write their own line breaks.
+IMAGE_MARK = re.compile(r"\n?<image>\n?")
 OTHER_MEDIA = ("audio", "audios", "video", "videos")
 MASKS = ("attention_mask", "loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "response_mask")
 TOKENIZERS_MASK = "special_tokens_mask"  # says nothing about what is learned
@@ -196,10 +199,12 @@ def with_places(messages: list[dict], images: list[Any]) -> tuple[list[dict], li
     """
     Returns messages with a part `{"type": "image"}` at the place of each image, and the images.
 
-    If no message has such parts, the images come before the first text of the user, as in TRL. If the parts have images of
-    their own (`image`, `image_url`, `url` or `path`), these are taken. Raises `RowError` if there are more places than images,
-    or more images than places.
+    If no message has such parts, the images are where the marks `<image>` are, or before the first text of the user, as in TRL. If
+    the parts have images of their own (`image`, `image_url`, `url` or `path`), these are taken. Raises `RowError` if there are more
+    places than images, or more images than places.
     """
+    if images and not any(isinstance(message["content"], list) for message in messages):
+        messages = [_with_marked_places(message) for message in messages]
     contents = [message["content"] for message in messages if isinstance(message["content"], list)]
     parts = [part for content in contents for part in content if part["type"] == "image"]
     own = [part.pop("image") for part in parts if "image" in part]
@@ -210,7 +215,7 @@ def with_places(messages: list[dict], images: list[Any]) -> tuple[list[dict], li
         if len(parts) != len(images):
             raise RowError(
                 f"its messages have {len(parts)} places for images, but it has {len(images)} images. Add or remove images, or "
-                'parts {"type": "image"}'
+                'parts {"type": "image"}, or marks <image>'
             )
         return messages, images
     first = next((number for number, message in enumerate(messages) if message["role"] == "user"), None)
@@ -219,6 +224,16 @@ def with_places(messages: list[dict], images: list[Any]) -> tuple[list[dict], li
     text = {"type": "text", "text": messages[first]["content"]}
     message = {**messages[first], "content": [*({"type": "image"} for _ in images), text]}
     return [*messages[:first], message, *messages[first + 1 :]], images
+
+
+def _with_marked_places(message: dict) -> dict:
+    """Returns a message with parts for images instead of marks. An answer may have such a text, but shows no image."""
+    if message["role"] == "assistant" or "<image>" not in message["content"]:
+        return message
+    parts: list[dict] = []
+    for number, text in enumerate(IMAGE_MARK.split(message["content"])):
+        parts += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": text}] * (text != "")
+    return {**message, "content": parts}
 
 
 def read_prompt(row: Mapping[str, Any], features: Mapping[str, Any] | None = None) -> Row:
