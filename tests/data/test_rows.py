@@ -201,7 +201,7 @@ GOOD = {
     "a good answer": ({"prompt": "a", "completion": "b", "label": True}, {"text": "a", "completion": "b"}),
     "a class of a text": ({"text": "a", "label": False}, {"text": "a"}),
     "a prompt written from an input": (
-        {"prompt": "a: c", "input": "c", "completion": "b"},
+        {"prompt": "a: c", "input": "c", "context": "a: c\n", "completion": "b"},
         {"text": "a: c", "completion": "b"},
     ),
     "reasoning twice": (
@@ -341,6 +341,10 @@ BAD = {
     "Alpaca's input": (
         {"prompt": "a", "input": "c", "completion": "b"},
         "it has 'input' beside 'prompt', which does not have it. Write it into",
+    ),
+    "Dolly's context": (
+        {"prompt": "a", "context": "c", "completion": "b"},
+        "it has 'context' beside 'prompt', which does not have it",
     ),
     "its history": ({"prompt": "a", "history": [["c", "d"]], "completion": "b"}, "it has 'history' beside 'prompt'"),
     "reasoning in a column": (

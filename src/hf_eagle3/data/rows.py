@@ -25,8 +25,8 @@ MASKS = ("attention_mask", "loss_mask", "completion_mask", "assistant_masks", "a
 TOKENIZERS_MASK = "special_tokens_mask"  # says nothing about what is learned
 # Other projects' names of `tools`, whose contents have other forms.
 OTHER_TOOLS = ("tool_defs", "tool_definitions", "tool_schemas", "available_tools")
-# Columns of Alpaca's format that belong to the prompt, and stay behind when the others are renamed.
-PROMPT_PARTS = ("input", "history")
+# Columns of Alpaca's and Dolly's formats that belong to the prompt, and stay behind when the others are renamed.
+PROMPT_PARTS = ("input", "history", "context")
 # Columns that are false beside a bad answer: those of TRL's and LLaMA-Factory's data for KTO.
 VERDICTS = ("label", "kto_tag")
 NUM_SHOWN = 3  # how many reasons, and rows for each, a message names
@@ -384,7 +384,7 @@ def _refuse_beside_text(row: dict[str, Any]) -> None:
             )
     for name in PROMPT_PARTS if "prompt" in row else ():
         value = row.get(name)
-        if is_something(value) and not (isinstance(value, str) and value in str(row["prompt"])):
+        if is_something(value) and not (isinstance(value, str) and value.strip() in str(row["prompt"])):
             raise RowError(
                 f"it has {name!r} beside 'prompt', which does not have it. Write it into the prompt, or remove the column"
             )
