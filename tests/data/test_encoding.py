@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import trl
 from datasets import Dataset
+from datasets.fingerprint import Hasher
 from messages import assistant, user
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 from trl.data_utils import apply_chat_template
 
-from hf_eagle3.data import RowEncoder, RowError, encode_rows
+from hf_eagle3.data import RowEncoder, RowError, encode_rows, encoding
 from hf_eagle3.data.encoded import split_documents
 from hf_eagle3.data.encoding import has_markers
 from hf_eagle3.data.values import UnusableRow
@@ -243,6 +244,14 @@ class Characters(PreTrainedTokenizer):
 
     def convert_tokens_to_string(self, tokens):
         return "".join(tokens)
+
+
+def test_rows_that_another_version_has_encoded_are_not_taken_from_the_cache(tokenizer, monkeypatch):
+    """`datasets` sees what an encoder holds, but not its code."""
+    hashes = [Hasher.hash(RowEncoder(tokenizer, "messages")) for _ in range(2)]
+    monkeypatch.setattr(encoding, "__version__", "0.0.1")
+    hashes.append(Hasher.hash(RowEncoder(tokenizer, "messages")))
+    assert hashes[0] == hashes[1] != hashes[2]
 
 
 def test_slow_tokenizers():

@@ -156,6 +156,31 @@ GOOD = {
         {"messages": [{"role": "user", "content": ["a", {"type": "image", "text": None}]}, A], "image": "x"},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}, A], "images": ["x"]},
     ),
+    "images at marks": (
+        {
+            "conversations": [
+                {"from": "human", "value": "<image>\n<image>\na <image> c"},
+                {"from": "gpt", "value": "<image>"},
+                {"from": "human", "value": "d\n<image>"},
+            ],
+            "images": ["x", "y", "z", "w"],
+        },
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [IMAGE, IMAGE, {"type": "text", "text": "a "}, IMAGE, {"type": "text", "text": " c"}],
+                },
+                {"role": "assistant", "content": "<image>"},
+                {"role": "user", "content": [{"type": "text", "text": "d"}, IMAGE]},
+            ],
+            "images": ["x", "y", "z", "w"],
+        },
+    ),
+    "a text about marks": (
+        {"messages": [{**U, "content": "<image>"}, A]},
+        {"messages": [{**U, "content": "<image>"}, A]},
+    ),
     "images in messages": (
         {
             "messages": [
@@ -176,8 +201,20 @@ GOOD = {
     "a good answer": ({"prompt": "a", "completion": "b", "label": True}, {"text": "a", "completion": "b"}),
     "a class of a text": ({"text": "a", "label": False}, {"text": "a"}),
     "a prompt written from an input": (
-        {"prompt": "a: c", "input": "c", "completion": "b"},
+        {"prompt": "a: c", "input": "c", "context": "a: c\n", "completion": "b"},
         {"text": "a: c", "completion": "b"},
+    ),
+    "reasoning twice": (
+        {"messages": [U, {**A, "reasoning": "c\nd"}], "metadata": {"reasoning_content": "c\nd\n"}},
+        {"messages": [U, {**A, "reasoning": "c\nd"}]},
+    ),
+    "no reasoning": (
+        {"messages": CHAT, "reasoning_content": None, "metadata": {"reasoning_content": ""}},
+        {"messages": CHAT},
+    ),
+    "reasoning in a completion and in a column": (
+        {"prompt": "a", "completion": "<think>c</think>b", "reasoning_content": "c"},
+        {"text": "a", "completion": "<think>c</think>b"},
     ),
     "a text": ({"text": "a", "tools": None}, {"text": "a"}),
     "an empty text": ({"text": ""}, {"text": ""}),
@@ -235,6 +272,10 @@ BAD = {
     "more places than images": (
         {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "image"}]}, A], "images": ["x"]},
         "messages have 2 places for images, but it has 1 images",
+    ),
+    "more images than marks": (
+        {"messages": [{"role": "user", "content": "<image> a"}, A], "images": ["x", "y"]},
+        "messages have 1 places for images, but it has 2 images. .* or marks <image>",
     ),
     "more images than places": (
         {"messages": [{"role": "user", "content": [{"type": "image"}]}, A], "images": ["x", "y"]},
@@ -301,7 +342,27 @@ BAD = {
         {"prompt": "a", "input": "c", "completion": "b"},
         "it has 'input' beside 'prompt', which does not have it. Write it into",
     ),
+    "Dolly's context": (
+        {"prompt": "a", "context": "c", "completion": "b"},
+        "it has 'context' beside 'prompt', which does not have it",
+    ),
     "its history": ({"prompt": "a", "history": [["c", "d"]], "completion": "b"}, "it has 'history' beside 'prompt'"),
+    "reasoning in a column": (
+        {"messages": CHAT, "reasoning_content": "c\nd"},
+        "it has 'reasoning_content', which is not in its answer, .* Write it into the assistant's message",
+    ),
+    "reasoning beside a completion": (
+        {"prompt": "a", "completion": "b", "reasoning_content": "c"},
+        "not in its answer",
+    ),
+    "reasoning beside messages of a completion": (
+        {"prompt": [U], "completion": [A], "reasoning_content": "c"},
+        "not in its answer",
+    ),
+    "reasoning where speculators' script wrote it": (
+        {"conversations": SHAREGPT, "metadata": {"idx": 0, "reasoning_content": "c"}},
+        "it has 'reasoning_content' in 'metadata', which is not in its answer",
+    ),
     "a prompt twice": ({"prompt": [U], "completion": CHAT}, "its completion begins with the prompt again"),
     "two contents": (
         {"messages": [{**U, "value": "c"}, A]},

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from datasets import Dataset
 from trainers import CHATS, TEXTS, make_trainer
 from transformers import TrainerCallback
 
-from hf_eagle3 import Eagle3TrainingArguments
+from hf_eagle3 import Eagle3ForSpeculation, Eagle3TrainingArguments
 from hf_eagle3.data import documents_of_row, prompt_of
 from hf_eagle3.training.console import shown
 from hf_eagle3.training.evaluation import check_best_metric
@@ -81,13 +82,15 @@ def test_what_evaluation_decodes_from():
     }
 
 
-def test_the_best_weights_are_recorded(tmp_path, tokenizer):
-    """Of figures that rise while the draft becomes worse, the lowest loss is the best, and its record is its own."""
-    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "save_strategy": "steps", "max_steps": 4}
-    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "loss_per_step"}
-    trainer = make_trainer(tmp_path, tokenizer, eval_dataset=TEXTS.select(range(4)), **settings)
-    losses = iter([3.0, 1.0, 2.0, 4.0, 5.0])
-    evaluate = trainer.evaluation_loop
+CHOICE = {
+    **{"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "save_strategy": "steps", "max_steps": 4},
+    **{"load_best_model_at_end": True, "metric_for_best_model": "loss_per_step"},
+}
+
+
+def with_losses(trainer, losses):
+    """Returns the trainer, whose evaluations report these losses."""
+    losses, evaluate = iter(losses), trainer.evaluation_loop
 
     def evaluation_loop(*args, **kwargs):
         output = evaluate(*args, **kwargs)
@@ -95,7 +98,14 @@ def test_the_best_weights_are_recorded(tmp_path, tokenizer):
         return output
 
     trainer.evaluation_loop = evaluation_loop
-    trainer.train()
+    return trainer
+
+
+def test_the_best_weights_are_recorded(tmp_path, tokenizer):
+    """Of figures that rise while the draft becomes worse, the lowest loss is the best, and its record is its own."""
+    trainer = make_trainer(tmp_path, tokenizer, eval_dataset=TEXTS.select(range(4)), **CHOICE)
+    evaluate = trainer.evaluation_loop
+    with_losses(trainer, [3.0, 1.0, 2.0, 4.0, 5.0]).train()
     assert trainer.state.best_global_step == 2
     record = training_record(trainer)
     assert (record["steps"], record["epochs"], record["evaluation"]["accuracy_0"]) == (2, 0.2, 1.0)
@@ -106,6 +116,34 @@ def test_the_best_weights_are_recorded(tmp_path, tokenizer):
     trainer.evaluation_loop = evaluate
     trainer.train()
     assert training_record(trainer)["steps"] in range(1, 5)
+
+
+def test_the_best_of_what_is_saved(tmp_path, tokenizer):
+    """A draft that was not saved cannot be loaded at the end."""
+    settings = {**CHOICE, "save_steps": 2, "eval_dataset": TEXTS.select(range(4))}
+    for losses in ([1.0, 3.0, 4.0, 5.0], [4.0, 3.0, 1.0, 5.0]):
+        folder = tmp_path / str(losses)
+        trainer = with_losses(make_trainer(folder, tokenizer, **settings), losses)
+        trainer.train()
+        saved = Eagle3ForSpeculation.from_pretrained(folder / "checkpoint-2").state_dict()
+        assert all(torch.equal(value, saved[name]) for name, value in trainer.draft.state_dict().items())
+        record = training_record(trainer)
+        assert (record["steps"], record["evaluation"]["accuracy_0"]) == (2, 3.0)
+
+
+def test_the_best_checkpoint_of_a_folder_that_was_moved(tmp_path, tokenizer, caplog):
+    """Or of one in which only the last checkpoint is left."""
+    settings = {**CHOICE, "eval_dataset": TEXTS.select(range(4))}
+    with_losses(make_trainer(tmp_path / "first", tokenizer, **settings), [1.0, 2.0, 5.0, 6.0]).train()
+    shutil.rmtree(tmp_path / "first" / "checkpoint-4")
+    shutil.copytree(tmp_path / "first" / "checkpoint-3", tmp_path / "last" / "checkpoint-3")
+    (tmp_path / "first").rename(tmp_path / "moved")
+    for name, best in (("moved", 1), ("last", 4)):
+        trainer = with_losses(make_trainer(tmp_path / name, tokenizer, **settings), [4.0])
+        trainer.train(resume_from_checkpoint=True)
+        assert trainer.state.best_model_checkpoint == str(tmp_path / name / f"checkpoint-{best}")
+        assert training_record(trainer)["steps"] == best
+        assert ("checkpoint-1, the best checkpoint (loss_per_step of 1), is gone" in caplog.text) == (name == "last")
 
 
 def test_what_the_best_draft_is_chosen_by(tmp_path, tokenizer):

@@ -1,12 +1,13 @@
 """Training on images."""
 
+import json
 import logging
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import CHAT_TEMPLATE, VOCAB_SIZE, make_target
-from datasets import Dataset, Features, Value
+from datasets import Dataset, Features, Value, load_dataset
 from datasets import Image as ImageFeature
 from datasets import List as ListFeature
 from peft import LoraConfig
@@ -229,6 +230,7 @@ def test_forms_of_rows(tmp_path):
             {"messages": [{"role": "user", "content": held}, answer]},
             {"prompt": turns("what"), "completion": turns("what", "b")[1:], "image": path},
             {"conversations": [{"from": "human", "value": "what"}, {"from": "gpt", "value": "b"}], "image": path},
+            {"messages": turns("<image>\nwhat", "b"), "image": path},
         ],
         "<s>a.IMAGE.bc</s>": [
             {"text": f"a.{token}.bc", "image": image},
@@ -273,6 +275,25 @@ def test_images_are_stored_once(tmp_path, monkeypatch):
         written.clear()
         make_vision_trainer(tmp_path, max_length=max_length)
         assert written and any(written) == is_written
+
+
+def test_an_image_that_is_there_in_the_next_run(tmp_path):
+    """Rows of files are cached, and the cache knows nothing of images."""
+    row = {"messages": turns("what", "b"), "images": [str(tmp_path / "late.png")]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+
+    def make_trainer():
+        kwargs = {"data_files": str(tmp_path / "rows.jsonl"), "cache_dir": str(tmp_path / "cache"), "split": "train"}
+        return make_vision_trainer(tmp_path, dataset=load_dataset("json", **kwargs))
+
+    with pytest.raises(ValueError, match="Row 0: there is no image .*late.png"):
+        make_trainer()
+    make_image(0).save(tmp_path / "late.png")
+    trainer = make_trainer()
+    row = trainer.train_dataset[0]
+    trainer.data_collator([row])
+    with pytest.raises(ValueError, match="the image or the processor has changed since"):
+        trainer.data_collator([{**row, "input_ids": row["input_ids"][1:]}])
 
 
 def test_a_processor_that_counts_on_tensors_and_marks_no_token(tmp_path):

@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets
@@ -77,6 +79,7 @@ def encode_rows(
     problems = [(number, problem) for number, problem in enumerate(encoded["problem"]) if problem]
     num_unusable = sum(encoded["is_unusable"])
     if len(problems) > num_unusable or num_unusable > MAX_LOST_SHARE * len(encoded):
+        forget(encoded)
         tolerated = f" Up to {MAX_LOST_SHARE:.0%} of such rows are dropped." if len(problems) == num_unusable else ""
         raise ValueError(
             f"{len(problems)} of {len(encoded)} rows of the {name} data cannot be learned from. {summary(problems)} Fix or remove "
@@ -94,6 +97,13 @@ def encode_rows(
         images = dataset.select_columns(image_column).rename_column(image_column, "image_data")
         encoded = concatenate_datasets([encoded, images], axis=1)
     return drop_untaught(encoded, taught, name, problems)
+
+
+def forget(encoded: Dataset) -> None:
+    """Deletes rows that `datasets` has cached. A missing image may be there in the next run, and the cache would not notice."""
+    for file in encoded.cache_files:
+        with suppress(OSError):  # another process has deleted it
+            Path(file["filename"]).unlink()
 
 
 def report_lost(rows: Sequence[int], num_rows: int, name: str) -> None:

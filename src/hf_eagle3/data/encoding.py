@@ -10,6 +10,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 from trl.data_utils import common_prefix_length
 
+from .. import __version__
 from ..tokenizer import PromptEncoder
 from .images import Expansion, ImageReader
 from .messages import is_learned, says_something, unlearned_by
@@ -80,6 +81,7 @@ class RowEncoder(PromptEncoder):
         self.assistant_only_loss, self.completion_only_loss = assistant_only_loss, completion_only_loss is not False
         self.is_marked = template is not None or has_markers(tokenizer)
         self.images, self.features = images, features
+        self.version = __version__  # or `datasets` would take rows from its cache that another version has encoded
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         """

@@ -229,7 +229,8 @@ class ImageReader:
             if tokens[: len(known)] != known:
                 raise ValueError(
                     f"{type(self.processor).__name__} reads the row {rows[place]['image_text']!r:.80} in another way than when it "
-                    "was prepared. Prepare the data again, and do not change images or processor."
+                    "was prepared, so the image or the processor has changed since. Save the image under another name, or let "
+                    "`datasets` prepare all rows again, in a new folder for its cache (the environment variable HF_DATASETS_CACHE)."
                 )
         inputs = {}
         for name, value in read.items():

@@ -5,6 +5,7 @@ A row is read before anything else happens to it. An error names the row, says w
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +18,15 @@ from .values import RowError, as_list, from_json, is_something, shown
 
 SYSTEM = ("system", "system_prompt")  # columns of system prompts beside a conversation
 IMAGES = ("images", "image")
+# Where an image is, in data for LLaVA, LLaMA-Factory and ms-swift. Templates write their own line breaks.
+IMAGE_MARK = re.compile(r"\n?<image>\n?")
 OTHER_MEDIA = ("audio", "audios", "video", "videos")
 MASKS = ("attention_mask", "loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "response_mask")
 TOKENIZERS_MASK = "special_tokens_mask"  # says nothing about what is learned
 # Other projects' names of `tools`, whose contents have other forms.
 OTHER_TOOLS = ("tool_defs", "tool_definitions", "tool_schemas", "available_tools")
-# Columns of Alpaca's format that belong to the prompt, and stay behind when the others are renamed.
-PROMPT_PARTS = ("input", "history")
+# Columns of Alpaca's and Dolly's formats that belong to the prompt, and stay behind when the others are renamed.
+PROMPT_PARTS = ("input", "history", "context")
 # Columns that are false beside a bad answer: those of TRL's and LLaMA-Factory's data for KTO.
 VERDICTS = ("label", "kto_tag")
 NUM_SHOWN = 3  # how many reasons, and rows for each, a message names
@@ -137,7 +140,9 @@ def read_row(row: Mapping[str, Any], kind: str, features: Mapping[str, Any] | No
                 f"{kind!r} has nothing in it, but {others[0]!r} has. All rows must have what is learned in the same column. Convert these "
                 "rows, or remove them"
             )
-        messages, images = with_places(read_conversation(row, kind), images)
+        messages = read_conversation(row, kind)
+        _refuse_reasoning_beside(row, messages)
+        messages, images = with_places(messages, images)
         return Row(messages=messages, template_kwargs=read_template_kwargs(row), images=images)
     if kind != "prompt":
         _refuse_beside_text(row)
@@ -152,6 +157,7 @@ def read_row(row: Mapping[str, Any], kind: str, features: Mapping[str, Any] | No
         texts = {name: read_text(row.get(name), name) for name in ("prompt", "completion")}
         for name, text in texts.items():
             refuse_json(text, name)
+        _refuse_reasoning_beside(row, [texts])
         return Row(text=texts["prompt"], completion=texts["completion"], images=images)
     given = read_conversation(row, "prompt")
     answer = read_messages(completion, "completion")
@@ -161,6 +167,7 @@ def read_row(row: Mapping[str, Any], kind: str, features: Mapping[str, Any] | No
         raise RowError(
             "its completion has no message of the assistant, so the target would not say it. Correct the roles"
         )
+    _refuse_reasoning_beside(row, answer)
     messages, images = with_places(given + answer, images)
     return Row(messages=messages, num_given=len(given), template_kwargs=read_template_kwargs(row), images=images)
 
@@ -192,10 +199,12 @@ def with_places(messages: list[dict], images: list[Any]) -> tuple[list[dict], li
     """
     Returns messages with a part `{"type": "image"}` at the place of each image, and the images.
 
-    If no message has such parts, the images come before the first text of the user, as in TRL. If the parts have images of
-    their own (`image`, `image_url`, `url` or `path`), these are taken. Raises `RowError` if there are more places than images,
-    or more images than places.
+    If no message has such parts, the images are where the marks `<image>` are, or before the first text of the user, as in TRL. If
+    the parts have images of their own (`image`, `image_url`, `url` or `path`), these are taken. Raises `RowError` if there are more
+    places than images, or more images than places.
     """
+    if images and not any(isinstance(message["content"], list) for message in messages):
+        messages = [_with_marked_places(message) for message in messages]
     contents = [message["content"] for message in messages if isinstance(message["content"], list)]
     parts = [part for content in contents for part in content if part["type"] == "image"]
     own = [part.pop("image") for part in parts if "image" in part]
@@ -206,7 +215,7 @@ def with_places(messages: list[dict], images: list[Any]) -> tuple[list[dict], li
         if len(parts) != len(images):
             raise RowError(
                 f"its messages have {len(parts)} places for images, but it has {len(images)} images. Add or remove images, or "
-                'parts {"type": "image"}'
+                'parts {"type": "image"}, or marks <image>'
             )
         return messages, images
     first = next((number for number, message in enumerate(messages) if message["role"] == "user"), None)
@@ -215,6 +224,16 @@ def with_places(messages: list[dict], images: list[Any]) -> tuple[list[dict], li
     text = {"type": "text", "text": messages[first]["content"]}
     message = {**messages[first], "content": [*({"type": "image"} for _ in images), text]}
     return [*messages[:first], message, *messages[first + 1 :]], images
+
+
+def _with_marked_places(message: dict) -> dict:
+    """Returns a message with parts for images instead of marks. An answer may have such a text, but shows no image."""
+    if message["role"] == "assistant" or "<image>" not in message["content"]:
+        return message
+    parts: list[dict] = []
+    for number, text in enumerate(IMAGE_MARK.split(message["content"])):
+        parts += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": text}] * (text != "")
+    return {**message, "content": parts}
 
 
 def read_prompt(row: Mapping[str, Any], features: Mapping[str, Any] | None = None) -> Row:
@@ -365,9 +384,21 @@ def _refuse_beside_text(row: dict[str, Any]) -> None:
             )
     for name in PROMPT_PARTS if "prompt" in row else ():
         value = row.get(name)
-        if is_something(value) and not (isinstance(value, str) and value in str(row["prompt"])):
+        if is_something(value) and not (isinstance(value, str) and value.strip() in str(row["prompt"])):
             raise RowError(
                 f"it has {name!r} beside 'prompt', which does not have it. Write it into the prompt, or remove the column"
+            )
+
+
+def _refuse_reasoning_beside(row: dict[str, Any], messages: Iterable[dict[str, Any]]) -> None:
+    """Refuses reasoning in a column, where it is not read, unless the messages have it, too."""
+    said = [str(value) for message in messages for value in message.values()]
+    for columns, where in ((row, ""), (row.get("metadata"), " in 'metadata'")):  # where speculators' script wrote it
+        reasoning = columns.get("reasoning_content") if isinstance(columns, dict) else None
+        if is_something(reasoning) and not any(str(reasoning).strip() in text for text in said):
+            raise RowError(
+                f"it has 'reasoning_content'{where}, which is not in its answer, and the draft would learn to answer without it. Write it "
+                "into the assistant's message ('reasoning_content') or into the completion, or remove the column"
             )
 
 

@@ -14,7 +14,7 @@ from datasets import Dataset, IterableDataset
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, SaveStrategy, TrainOutput
 from trl.data_utils import get_dataset_column_names
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -343,6 +343,8 @@ class Eagle3Trainer(DraftSavingTrainer):
         if self.resumed_from is None:
             return place
         check_unfinished(self.resumed_from, self.state)
+        if self.args.load_best_model_at_end and self.state.best_global_step:
+            self._find_best_checkpoint(self.resumed_from)
         if isinstance(self.train_dataset, Dataset) or self.args.ignore_data_skip:
             return place
         return place_in_stream(self.resumed_from, self.args.gradient_accumulation_steps)
@@ -360,6 +362,28 @@ class Eagle3Trainer(DraftSavingTrainer):
                 lock.release()
         self._check_loss()
         return output
+
+    def _find_best_checkpoint(self, resumed_from: str) -> None:
+        """Looks beside the checkpoint to resume, whose folder may have been moved. Starts a new choice if the best one is gone."""
+        state, recorded = self.state, self.state.best_model_checkpoint
+        if recorded is not None and Path(recorded).is_dir():
+            return
+        best = Path(resumed_from).with_name(f"checkpoint-{state.best_global_step}")
+        if best.is_dir():
+            state.best_model_checkpoint = str(best)
+            return
+        logger.warning(
+            "%s, the best checkpoint (%s of %.4g), is gone. The best of the checkpoints from here on is taken.",
+            best,
+            self.args.metric_for_best_model,
+            state.best_metric,
+        )
+        state.best_metric = state.best_global_step = state.best_model_checkpoint = None
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Passes over drafts that are not saved, which could not be loaded at the end."""
+        is_saved = self.control.should_save or self.args.save_strategy == SaveStrategy.BEST
+        return (is_saved or not self.args.load_best_model_at_end) and super()._determine_best_metric(metrics, trial)
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
