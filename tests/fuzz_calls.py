@@ -21,6 +21,7 @@ from conftest import (
     RECURRENT,
     VOCAB_SIZE,
     lookups_of,
+    make_baseline,
     make_batch,
     make_block_draft,
     make_oracle,
@@ -41,6 +42,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.baselines import BASELINES
 from hf_eagle3.remote_code.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES
 
 
@@ -371,14 +373,19 @@ def make_clock(rng):
 
 
 def draw_draft(rng, target, text, padding, folder):
-    """A draft, of EAGLE-3 or of a block: that knows the text, that knows nothing, that is broken, or that came with its own code."""
-    kind = rng.choice(["oracle", "oracle", "oracle", "random", "random", "broken", "copy"])
+    """
+    A draft, of EAGLE-3 or of a block: that knows the text, that knows nothing, that is broken, or that came with its own code. Or
+    one of another method, that knows nothing.
+    """
+    kind = rng.choice(["oracle", "oracle", "oracle", "random", "random", "broken", "copy", "other"])
     method = rng.choice(["eagle3", "eagle3", *BLOCK_DRAFTS])
     if kind == "oracle" and text is not None:
         return make_oracle(target, text, rng.randrange(1000), padding, method)
     torch.manual_seed(rng.randrange(1000))
     token_ids, target = range(rng.randrange(90), VOCAB_SIZE), BEFORE_RESIZING.get(target, target)
-    if method in BLOCK_DRAFTS:
+    if kind == "other":
+        draft = make_baseline(rng.choice([*BASELINES, "eagle-2", "p-eagle"]), target)
+    elif method in BLOCK_DRAFTS:
         draft = make_block_draft(method, target, draft_token_ids=token_ids)
     else:
         is_finite = bool(target.get_input_embeddings().weight.isfinite().all())  # else its copy would not load
