@@ -349,6 +349,26 @@ def make_batch(lengths, seed: int = 0) -> dict[str, torch.LongTensor]:
     return {"input_ids": torch.cat(padded), "attention_mask": torch.cat(mask).long()}
 
 
+def generate(target, inputs, seed: int = 0, **settings):
+    """What a target makes of a prompt or a batch: 24 greedy tokens, unless the settings say otherwise."""
+    torch.manual_seed(seed)
+    prompt, batch = ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
+    return target.generate(*prompt, **batch, **{"max_new_tokens": 24, "do_sample": False, **settings})
+
+
+def assert_same_text(target, draft, inputs, seed: int = 0, ours=None, **settings):
+    """
+    A draft changes neither the text nor what is sampled next. The settings `ours` are of the call with the draft alone, whose
+    statistics are returned.
+    """
+    expected = generate(target, inputs, seed, **settings)
+    state = torch.get_rng_state()
+    actual = generate(target, inputs, seed, assistant_model=draft, **settings, **(ours or {}))
+    actual, expected = (getattr(output, "sequences", output) for output in (actual, expected))
+    assert actual.tolist() == expected.tolist() and torch.equal(torch.get_rng_state(), state)
+    return draft.last_generation
+
+
 @pytest.fixture
 def said():
     """What was said by transformers' loggers."""
@@ -445,6 +465,22 @@ def make_oracle(target, text, seed=0, padding=0, method="eagle3"):
     draft.padding = torch.as_tensor(padding).expand(len(text), 1)
     draft.table = target.get_input_embeddings().weight.detach()
     return draft
+
+
+def oracle_of(target, inputs, seed: int = 0, method: str = "eagle3", text=None, **settings):
+    """A draft that has seen what a target makes of a prompt or a batch, or another `text`: see [`make_oracle`]."""
+    mask = inputs.get("attention_mask") if isinstance(inputs, dict) else None
+    padding = 0 if mask is None else (1 - mask).sum(dim=1, keepdim=True)
+    text = generate(target, inputs, seed, **settings) if text is None else text
+    return make_oracle(target, text, seed, padding, method)
+
+
+def assert_an_oracle_gives_the_text(target, inputs, seed: int = 0, method: str = "eagle3", ours=None, **settings):
+    """[`assert_same_text`] for the draft of [`oracle_of`], which is returned."""
+    oracle = oracle_of(target, inputs, seed, method, **settings)
+    actual = generate(target, inputs, seed, assistant_model=oracle, **settings, **(ours or {}))
+    assert actual.tolist() == oracle.text.tolist()
+    return oracle
 
 
 # Drafts of a whole block, by what of their network differs.

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import OracleDraft, make_batch, make_target
+from conftest import OracleDraft, assert_same_text, generate, make_batch, make_target
 from transformers import LogitsProcessorList, StoppingCriteriaList, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
@@ -104,18 +104,12 @@ def test_samples_are_guessed(settings, lengths):
     target, batch = make_target("llama"), make_batch(lengths)
     target.lm_head.weight.data *= 0.5  # far from greedy
     settings = {"max_new_tokens": 40, "do_sample": True, **settings}
-
-    def generate(**assistant):
-        torch.manual_seed(0)
-        output = target.generate(**batch, **settings, **assistant)
-        return output if isinstance(output, torch.Tensor) else output.sequences
-
-    text = generate()
+    text = generate(target, batch, **{**settings, "return_dict_in_generate": True}).sequences
     for draft_token_ids in (None, text.unique().tolist()):
         draft = make_knowing_draft(target, text, batch["attention_mask"], draft_token_ids)
-        assert torch.equal(generate(assistant_model=draft), text)
+        stats = assert_same_text(target, draft, batch, **settings)
         # Of five tokens at most; by what is probable alone it would be 1.2 at best.
-        assert draft.last_generation.acceptance_length > (2 if "eos_token_id" in settings else 2.6)
+        assert stats.acceptance_length > (2 if "eos_token_id" in settings else 2.6)
 
 
 @pytest.mark.parametrize("num_logits", [90, 96, 128])
@@ -126,11 +120,7 @@ def test_targets_with_fewer_or_more_logits_than_tokens(num_logits, draft_token_i
     target.lm_head.register_forward_hook(
         lambda module, inputs, logits: torch.nn.functional.pad(logits, (0, num_logits - 96), value=-1e4)
     )
-    texts = []
-    for assistant in ({}, {"assistant_model": draft}):
-        torch.manual_seed(0)
-        texts.append(target.generate(**batch, max_new_tokens=20, do_sample=True, **assistant))
-    assert torch.equal(*texts)
+    assert_same_text(target, draft, batch, do_sample=True)
 
 
 def make_sampling_draft(target):

@@ -4,7 +4,20 @@ import copy
 
 import pytest
 import torch
-from conftest import FAMILIES, MORE_FAMILIES, VOCAB_SIZE, each_once, make_batch, make_oracle, make_prompt, make_target
+from conftest import (
+    FAMILIES,
+    MORE_FAMILIES,
+    VOCAB_SIZE,
+    assert_an_oracle_gives_the_text,
+    assert_same_text,
+    each_once,
+    generate,
+    make_batch,
+    make_oracle,
+    make_prompt,
+    make_target,
+    oracle_of,
+)
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -33,27 +46,13 @@ LONG_ROPE = {
 }
 
 
-def generate(target, batch, seed=0, **kwargs):
-    torch.manual_seed(seed)
-    return target.generate(**batch, **{"max_new_tokens": 24, "do_sample": False, **kwargs})
-
-
 def never_said(text) -> int:
     return next(token for token in range(VOCAB_SIZE) if token not in text)
 
 
-def make_row_oracle(target, batch, text, seed=0):
-    padding = (1 - batch["attention_mask"]).sum(dim=1, keepdim=True)
-    return make_oracle(target, text, seed, padding)
-
-
-def assert_same_texts(target, batch, seed=0, **kwargs):
-    """Plain and assisted texts are equal; returns the assisted call's statistics."""
-    expected = generate(target, batch, seed, **kwargs)
-    oracle = make_row_oracle(target, batch, expected, seed)
-    actual = generate(target, batch, seed, assistant_model=oracle, **kwargs)
-    assert actual.tolist() == expected.tolist()
-    return oracle.last_generation
+def assert_same_texts(*args, **kwargs):
+    """[`assert_an_oracle_gives_the_text`], which returns the statistics of its call."""
+    return assert_an_oracle_gives_the_text(*args, **kwargs).last_generation
 
 
 @pytest.mark.parametrize(
@@ -70,10 +69,9 @@ def test_greedy_text_of_every_family(family, settings):
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3", "gpt_oss"])
 def test_rows_are_what_they_are_alone(family):
     target, batch = make_target(family), make_batch(LENGTHS)
-    text = generate(target, batch)
-    actual = generate(target, batch, assistant_model=make_row_oracle(target, batch, text))
+    actual = generate(target, batch, assistant_model=oracle_of(target, batch))
     for row, length in enumerate(LENGTHS):
-        alone = target.generate(make_prompt(length, row), max_new_tokens=24, do_sample=False)
+        alone = generate(target, make_prompt(length, row))
         assert actual[row, max(LENGTHS) - length :].tolist() == alone[0].tolist()
 
 
@@ -87,23 +85,14 @@ def test_rows_are_what_they_are_alone(family):
 def test_a_seed_gives_the_samples_it_gives_without_a_draft(family, settings):
     target, batch = make_target(family), make_batch(LENGTHS)
     for seed in range(3):
-        stats = assert_same_texts(target, batch, seed, do_sample=True, **settings)
-        assert stats.acceptance_length > 1.2
-        state = torch.get_rng_state()
-        generate(target, batch, seed, do_sample=True, **settings)
-        assert torch.equal(torch.get_rng_state(), state)  # whatever is sampled next is the same, too
+        oracle = oracle_of(target, batch, seed, do_sample=True, **settings)
+        assert assert_same_text(target, oracle, batch, seed, do_sample=True, **settings).acceptance_length > 1.2
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_prompts_of_one_length_without_a_mask(target, do_sample):
-    prompt = make_prompt(9, batch_size=3)
-    settings = {"max_new_tokens": 24, "do_sample": do_sample}
-    torch.manual_seed(0)
-    expected = target.generate(prompt, **settings)
-    oracle = make_oracle(target, expected)
-    torch.manual_seed(0)
-    assert target.generate(prompt, assistant_model=oracle, **settings).tolist() == expected.tolist()
-    assert max(oracle.last_generation.accepted_lengths) >= 4
+    stats = assert_same_texts(target, make_prompt(9, batch_size=3), do_sample=do_sample)
+    assert max(stats.accepted_lengths) >= 4
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -164,30 +153,28 @@ def test_rows_that_end_without_a_padding_token(target, monkeypatch, returns_dict
 def test_padding_that_the_target_has_no_embedding_for(target, ends_early):
     """As where a token was added to the tokenizer only. Plain `generate` needs none for padding at the end."""
     batch = {"input_ids": make_prompt(5, batch_size=2)}
-    text = target.generate(**batch, max_new_tokens=30, do_sample=False, pad_token_id=0)
-    settings = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 96, "eos_token_id": [never_said(text)]}
+    text = generate(target, batch, max_new_tokens=30, pad_token_id=0)
+    settings = {"max_new_tokens": 30, "pad_token_id": 96, "eos_token_id": [never_said(text)]}
     if ends_early:  # one row ends a token before the other
         settings["eos_token_id"].append(int(text[0, -2]))
-    expected = target.generate(**batch, **settings)
-    assert (expected == 96).any() == ends_early
+    assert (generate(target, batch, **settings) == 96).any() == ends_early
     for seed in range(4):
-        oracle = make_oracle(target, text, seed)
-        assert target.generate(**batch, assistant_model=oracle, **settings).tolist() == expected.tolist()
+        assert_same_text(target, make_oracle(target, text, seed), batch, **settings)
 
 
 def test_padding_with_an_end_that_the_target_has_no_embedding_for(target, monkeypatch):
     """Without a padding token transformers pads with the first token that ends a text."""
     batch = {"input_ids": make_prompt(5, batch_size=2)}
-    text = target.generate(**batch, max_new_tokens=30, do_sample=False, pad_token_id=0)
+    text = generate(target, batch, max_new_tokens=30, pad_token_id=0)
     monkeypatch.setattr(target, "generation_config", GenerationConfig())
-    settings = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True}
+    settings = {"max_new_tokens": 30, "return_dict_in_generate": True}
     for token in (-1, 96):
         settings["eos_token_id"] = [token, int(text[0, -2])]
-        expected = target.generate(**batch, **settings).sequences
+        expected = generate(target, batch, **settings).sequences
         assert (expected[0] == token).any()
         for seed in range(4):
             oracle = make_oracle(target, text, seed)
-            assert target.generate(**batch, assistant_model=oracle, **settings).sequences.tolist() == expected.tolist()
+            assert generate(target, batch, assistant_model=oracle, **settings).sequences.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -205,9 +192,8 @@ def test_the_cache_that_a_raising_streamer_leaves(target, do_sample):
                 raise Interrupt
 
     batch = {"input_ids": make_prompt(12, batch_size=3), "attention_mask": torch.ones(3, 12, dtype=torch.long)}
-    settings = {"max_new_tokens": 40, "do_sample": do_sample}
-    text, found = generate(target, batch, **settings), []
-    for assistant in ({}, {"assistant_model": make_row_oracle(target, batch, text)}):
+    settings, found = {"max_new_tokens": 40, "do_sample": do_sample}, []
+    for assistant in ({}, {"assistant_model": oracle_of(target, batch, **settings)}):
         cache = DynamicCache(config=target.config)
         with pytest.raises(Interrupt):
             generate(target, batch, past_key_values=cache, streamer=Streamer(), **assistant, **settings)
@@ -223,8 +209,7 @@ def test_a_batch_that_is_broken_off_and_tried_again(target, do_sample):
     """With a cache of the caller's, who crops it to the prompt: no row of it may have run ahead."""
     batch, calls_left = make_batch([5, 12, 9]), [0]
     settings = {"max_new_tokens": 60, "do_sample": do_sample}
-    text = generate(target, batch, **settings)
-    oracle = make_row_oracle(target, batch, text)
+    oracle = oracle_of(target, batch, **settings)
 
     def fail(module, inputs, output):
         calls_left[0] -= 1
@@ -238,7 +223,7 @@ def test_a_batch_that_is_broken_off_and_tried_again(target, do_sample):
             generate(target, batch, past_key_values=cache, assistant_model=oracle, **settings)
         handle.remove()
         cache.crop(11 - cache.get_seq_length())
-        assert generate(target, batch, past_key_values=cache, **settings).tolist() == text.tolist()
+        assert generate(target, batch, past_key_values=cache, **settings).tolist() == oracle.text.tolist()
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_k": 5}, {"repetition_penalty": 1.2}], ids=["all", "top-k", "penalty"])
@@ -246,7 +231,7 @@ def test_a_batch_that_is_broken_off_and_tried_again(target, do_sample):
 def test_the_generator_after_scores_that_are_no_numbers(target, settings, row, length):
     """Of a row that may be ahead of the others: the generator is where plain `generate` leaves it."""
     batch, states = make_batch([9, 5]), []
-    oracle = make_row_oracle(target, batch, generate(target, batch, do_sample=True))
+    oracle = oracle_of(target, batch, do_sample=True)
     position = [9, 5][row] + length - 1
 
     def spoil(module, args, kwargs, output):
@@ -284,19 +269,14 @@ def test_scores_that_criteria_see_are_put_together_once(target):
             return torch.zeros(len(input_ids), dtype=torch.bool)
 
     batch = make_batch([5, 12, 9])
-    text = generate(target, batch)
-    settings = {"output_scores": True, "return_dict_in_generate": True}
-    output = generate(
-        target, batch, stopping_criteria=[See()], assistant_model=make_row_oracle(target, batch, text), **settings
-    )
+    settings = {"output_scores": True, "return_dict_in_generate": True, "stopping_criteria": [See()]}
+    output = generate(target, batch, assistant_model=oracle_of(target, batch), **settings)
     assert len(seen) == 24 and all(scores is seen[0] is output.scores[0] for scores in seen)
 
 
 def test_one_row_runs_far_ahead(target):
     batch = make_batch([5, 9])
-    expected = generate(target, batch, max_new_tokens=120)
-    oracle = make_row_oracle(target, batch, expected)
-    oracle.text = oracle.text.clone()
+    oracle = oracle_of(target, batch, max_new_tokens=120)
     oracle.text[1] = 3  # of the second row it knows nothing
     for do_sample in (False, True):
         settings = {"max_new_tokens": 120, "do_sample": do_sample, "top_k": 2}
@@ -319,22 +299,15 @@ def test_returned_dict_is_that_of_plain_generate(family):
         "eos_token_id": eos_token_id,
     }
     expected = generate(target, batch, **settings)
-    oracle = make_row_oracle(target, batch, expected.sequences)
+    oracle = oracle_of(target, batch, text=expected.sequences)
     actual = generate(target, batch, assistant_model=oracle, **settings)
     assert max(oracle.last_generation.accepted_lengths) > 2
     assert actual.sequences.tolist() == expected.sequences.tolist()
     torch.testing.assert_close(actual.scores, expected.scores, atol=2e-4, rtol=1e-4)
     torch.testing.assert_close(actual.logits, expected.logits, atol=2e-4, rtol=1e-4)
-    for name in ("hidden_states",):
-        assert len(actual[name]) == len(expected[name])
-        for step, (ours, plain) in enumerate(zip(actual[name], expected[name])):
-            for layer, (one, other) in enumerate(zip(ours, plain, strict=True)):
-                assert (one is None) == (other is None)
-                if one is None:
-                    continue
-                assert one.shape == other.shape, (name, step, layer)
-                if step > 0:  # what stands on padding is arbitrary
-                    torch.testing.assert_close(one, other, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(actual.hidden_states[1:], expected.hidden_states[1:], atol=2e-4, rtol=1e-4)
+    for one, other in zip(actual.hidden_states[0], expected.hidden_states[0], strict=True):
+        assert one.shape == other.shape  # what stands on padding is arbitrary
 
     mask = torch.cat([batch["attention_mask"], torch.ones_like(actual.sequences[:, max(LENGTHS) :])], dim=1)
     token = torch.full((len(LENGTHS), 1), 7)
@@ -346,20 +319,14 @@ def test_returned_dict_is_that_of_plain_generate(family):
 def test_returned_cache_can_be_continued_from(target):
     batch = make_batch(LENGTHS)
     first = generate(target, batch, return_dict_in_generate=True, max_new_tokens=10, eos_token_id=None)
-    oracle = make_row_oracle(target, batch, generate(target, batch, eos_token_id=None))
+    oracle = oracle_of(target, batch, eos_token_id=None)
     second = generate(target, batch, assistant_model=oracle, return_dict_in_generate=True, max_new_tokens=10)
     longer = torch.cat([first.sequences, make_prompt(4, batch_size=3)], dim=1)
     mask = torch.nn.functional.pad(batch["attention_mask"], (0, 14), value=1)
+    settings = {"attention_mask": mask, "max_new_tokens": 12}
     texts = [
-        target.generate(
-            longer,
-            attention_mask=mask,
-            past_key_values=output.past_key_values,
-            max_new_tokens=12,
-            do_sample=False,
-            **kw,
-        ).tolist()
-        for output, kw in ((first, {}), (second, {"assistant_model": oracle}))
+        generate(target, longer, past_key_values=output.past_key_values, **settings, **assistant).tolist()
+        for output, assistant in ((first, {}), (second, {"assistant_model": oracle}))
     ]
     assert texts[0] == texts[1]
 
@@ -370,16 +337,14 @@ def test_untrained_draft_and_small_budgets(target):
     draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=expected[:, 20:].unique()[:8])
     for budget in (1, 5, 40):
         draft.generation_config.num_assistant_tokens = budget
-        assert generate(target, batch, assistant_model=draft).tolist() == expected.tolist()
+        assert_same_text(target, draft, batch)
 
 
 def test_streamer_gets_whole_columns(target):
-    batch = make_batch(LENGTHS)
-    text = generate(target, batch)
     streamer = Columns()
-    generate(target, batch, assistant_model=make_row_oracle(target, batch, text), streamer=streamer)
+    oracle = assert_an_oracle_gives_the_text(target, make_batch(LENGTHS), ours={"streamer": streamer})
     assert streamer.is_ended
-    assert torch.stack(streamer.columns[1:], dim=1).tolist() == text[:, max(LENGTHS) :].tolist()
+    assert torch.stack(streamer.columns[1:], dim=1).tolist() == oracle.text[:, max(LENGTHS) :].tolist()
 
 
 def test_logits_processors_and_criteria_may_know_rows_by_number(target):
@@ -495,7 +460,7 @@ def test_processors_and_criteria_that_look_across_rows_or_keep_states(target, ma
         return output if isinstance(output, torch.Tensor) else output.sequences
 
     expected = generate_with()
-    oracle = make_row_oracle(target, batch, expected)
+    oracle = oracle_of(target, batch, text=expected)
     assert generate_with(assistant_model=oracle).tolist() == expected.tolist()
     if expected.shape[1] > max(LENGTHS) + 4:
         assert max(oracle.last_generation.accepted_lengths) >= 2
@@ -516,7 +481,7 @@ def test_time_that_is_over_ends_all_rows_at_once(target, monkeypatch, has_eos):
 
     batch = make_batch(LENGTHS)
     text = generate(target, batch, max_new_tokens=60, eos_token_id=None)
-    oracle = make_row_oracle(target, batch, text.clone())
+    oracle = oracle_of(target, batch, text=text.clone())
     oracle.text[1] = 3  # of one row it knows nothing
     clock, timed = Clock(), copy.deepcopy(target)
     timed.register_forward_hook(tick)
@@ -583,18 +548,15 @@ def test_token_types_of_the_prompt():
 
 def test_inputs_of_other_types(target):
     batch = make_batch(LENGTHS)
-    expected = generate(target, batch)
-    oracle = make_row_oracle(target, batch, expected)
+    oracle = oracle_of(target, batch)
     for inputs in (
         {**batch, "attention_mask": batch["attention_mask"].float()},
         {**batch, "attention_mask": 2 * batch["attention_mask"]},
         {**batch, "input_ids": batch["input_ids"].int()},
     ):
-        expected = generate(target, inputs)
-        assert generate(target, inputs, assistant_model=oracle).tolist() == expected.tolist()
+        assert_same_text(target, oracle, inputs)
     prompt = {"input_ids": make_prompt(9, batch_size=3), "position_ids": torch.arange(9)[None] + 5}
-    expected = generate(target, prompt)
-    assert generate(target, prompt, assistant_model=make_oracle(target, expected)).tolist() == expected.tolist()
+    assert_same_texts(target, prompt)
 
 
 def test_holes_in_the_mask():
@@ -602,9 +564,7 @@ def test_holes_in_the_mask():
     for hole in (slice(5, 12), slice(34, 40)):
         mask = torch.ones_like(prompt)
         mask[:, hole] = 0
-        inputs = {"input_ids": prompt, "attention_mask": mask}
-        expected = generate(target, inputs)
-        assert generate(target, inputs, assistant_model=make_oracle(target, expected)).tolist() == expected.tolist()
+        assert_same_texts(target, prompt, attention_mask=mask)
 
 
 class Witness(ChangeTheText):

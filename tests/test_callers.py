@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
-from conftest import make_draft, make_oracle, make_prompt, make_target
+from conftest import assert_same_text, make_draft, make_oracle, make_prompt, make_target, oracle_of
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import (
     AutoConfig,
@@ -37,15 +37,6 @@ from hf_eagle3.remote_code.target_eagle3 import mixes_tokens
 
 
 SETTINGS = {"max_new_tokens": 24, "do_sample": False}
-
-
-def assert_same_text(target, draft, prompt=None, seed=0, **kwargs):
-    prompt, kwargs = make_prompt(12) if prompt is None else prompt, {**SETTINGS, **kwargs}
-    torch.manual_seed(seed)
-    expected = target.generate(prompt, **kwargs)
-    torch.manual_seed(seed)
-    assert target.generate(prompt, assistant_model=draft, **kwargs).tolist() == expected.tolist()
-    return draft.last_generation
 
 
 def lora(model, **kwargs):
@@ -101,11 +92,11 @@ def test_a_draft_that_was_left_on_the_host(target, draft, monkeypatch):
     """Warns once: it is slow, and nothing else would tell why."""
     warnings = []
     monkeypatch.setattr(assistant_eagle3.logger, "warning_once", warnings.append)
-    assert_same_text(target, draft)
+    assert_same_text(target, draft, make_prompt(12))
     assert warnings == []
     with monkeypatch.context() as context:
         context.setattr(type(draft), "device", torch.device("xpu"))
-        assert_same_text(target, draft)
+        assert_same_text(target, draft, make_prompt(12))
     (warning,) = warnings
     assert "on xpu and the target on cpu" in warning and "draft.to(target.device)" in warning
 
@@ -166,7 +157,7 @@ def test_saving_what_torchao_quantized(target, tmp_path, draft_token_ids):
     with refusal:
         quantized.save_pretrained(tmp_path / "saved")
         loaded = Eagle3ForSpeculation.from_pretrained(tmp_path / "saved")
-        assert_same_text(target, loaded.eval())
+        assert_same_text(target, loaded.eval(), make_prompt(12))
 
 
 class QuantizedWeight(torch.nn.Parameter):
@@ -182,7 +173,7 @@ class QuantizedWeight(torch.nn.Parameter):
 def test_quantized_head_of_a_draft(target, draft, settings):
     draft = copy.deepcopy(draft)
     draft.lm_head.weight = QuantizedWeight(draft.lm_head.weight.detach())
-    assert_same_text(target, draft, **settings)
+    assert_same_text(target, draft, make_prompt(12), **settings)
 
 
 class Packed(torch.nn.Module):
@@ -459,7 +450,7 @@ def test_activated_lora_is_refused():
     with pytest.raises(ValueError, match="an activated LoRA"):
         adapted.generate(input_ids=prompt, assistant_model=draft, **SETTINGS)
     with adapted.disable_adapter():
-        assert_same_text(adapted, draft)
+        assert_same_text(adapted, draft, make_prompt(12))
 
 
 def test_a_window_of_the_best_tokens_is_refused_where_it_matters():
@@ -477,8 +468,8 @@ def test_draft_that_drops_out_is_refused(target):
     draft = Eagle3ForSpeculation.from_target(target, attention_dropout=0.5)  # in training mode, as a fresh one is
     with pytest.raises(ValueError, match="The draft is in training mode"):
         target.generate(make_prompt(5), assistant_model=draft, **SETTINGS)
-    assert_same_text(target, draft.eval())
-    assert_same_text(make_target("llama", attention_dropout=0.3), draft)
+    assert_same_text(target, draft.eval(), make_prompt(12))
+    assert_same_text(make_target("llama", attention_dropout=0.3), draft, make_prompt(12))
 
 
 def test_overridden_inputs_are_refused(target, draft):
@@ -554,7 +545,7 @@ def test_arguments_that_count_tokens_are_refused(draft, counter, message):
     with pytest.raises(ValueError, match=message):
         target.generate(make_prompt(5), assistant_model=draft, max_new_tokens=4)
     if counter is TokenCounter:
-        assert_same_text(target, draft, num=torch.tensor(1))  # of the caller: the same at each token
+        assert_same_text(target, draft, make_prompt(12), num=torch.tensor(1))  # of the caller: the same at each token
 
 
 @pytest.mark.parametrize(
@@ -573,7 +564,7 @@ def test_targets_without_positions_or_a_cache_are_refused(model_type, changes, m
 
 def test_attentions_are_refused(target, draft):
     with pytest.raises(ValueError, match="the attentions of a tree"):
-        assert_same_text(target, draft, return_dict_in_generate=True, output_attentions=True)
+        assert_same_text(target, draft, make_prompt(12), return_dict_in_generate=True, output_attentions=True)
 
 
 @pytest.mark.parametrize(("family", "is_argument"), [("mixtral", False), ("qwen3_moe", True)])
@@ -586,8 +577,8 @@ def test_targets_that_return_what_their_router_computes(family, is_argument):
 
 
 def test_dtypes_of_target_and_draft(target, draft):
-    assert_same_text(copy.deepcopy(target).double(), draft)
-    assert_same_text(target, copy.deepcopy(draft).half())
+    assert_same_text(copy.deepcopy(target).double(), draft, make_prompt(12))
+    assert_same_text(target, copy.deepcopy(draft).half(), make_prompt(12))
 
 
 def test_target_that_accelerate_dispatches(target, draft):
@@ -596,7 +587,7 @@ def test_target_that_accelerate_dispatches(target, draft):
     device_map = dict.fromkeys([*names, *(f"model.layers.{i}" for i in range(6))], "cpu")
     dispatched = dispatch_model(copy.deepcopy(target), device_map, main_device="cpu", force_hooks=True)
     assert hasattr(dispatched.model.layers[0], "_hf_hook")
-    assert_same_text(dispatched, draft)
+    assert_same_text(dispatched, draft, make_prompt(12))
 
 
 def causal(num_queries, num_keys):
@@ -634,7 +625,7 @@ SDPA, ATTENTION_FORWARD = torch.nn.functional.scaled_dot_product_attention, Llam
 def test_attention_that_somebody_replaced(what, warned, monkeypatch):
     """It knows that `generate` needs no mask, so it ignores those of trees. The target's class is transformers' own."""
     target, prompt = make_target("llama"), make_prompt(12)
-    oracle = make_oracle(target, target.generate(prompt, **SETTINGS))
+    oracle = oracle_of(target, prompt)
     if what == "torch":
         monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", without_mask)
     if what == "function":
@@ -663,7 +654,7 @@ def test_attention_that_takes_several_tokens_in_a_prompt_only(counts_from_the_fi
         return SDPA(query, key, value, is_causal=is_causal, **kwargs)
 
     target, prompt = make_target("llama"), make_prompt(12)
-    oracle = make_oracle(target, target.generate(prompt, **SETTINGS))
+    oracle = oracle_of(target, prompt)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
     type(verify_eagle3.logger).warning_once.cache_clear()
     assert assert_same_text(target, oracle, prompt).plain_steps == 23
@@ -674,8 +665,7 @@ def test_own_code_is_not_tried_beyond_the_last_position(warned, monkeypatch):
     """Plain `generate` never reads there, and on CUDA such an index ends the process. Dynamic frequencies would stay changed."""
     target = make_target("opt", max_position_embeddings=32)
     prompt = make_prompt(24)
-    settings = {**SETTINGS, "max_new_tokens": 8}
-    oracle = make_oracle(target, target.generate(prompt, **settings))
+    oracle = oracle_of(target, prompt, max_new_tokens=8)
     monkeypatch.setattr(verify_eagle3, "has_own_code", lambda target: True)
     positions = []
     target.register_forward_pre_hook(
@@ -693,7 +683,7 @@ def test_attention_that_somebody_edits_gets_its_own_heads(monkeypatch):
 
     target, prompt = make_target("llama"), make_prompt(12)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
-    oracle = make_oracle(target, target.generate(prompt, **SETTINGS))
+    oracle = oracle_of(target, prompt)
     oracle.generation_config.num_assistant_tokens = 8  # larger trees are not packed in so small heads
     assert max(assert_same_text(target, oracle, prompt).accepted_lengths) > 1
 
@@ -708,23 +698,23 @@ def test_compiled_forward():
         return graph.forward
 
     target.forward = torch.compile(target.forward, backend=backend, dynamic=True)
-    assert max(assert_same_text(target, draft).accepted_lengths) >= 2
+    assert max(assert_same_text(target, draft, make_prompt(12)).accepted_lengths) >= 2
     assert calls
 
 
 def test_generation_config_carries_the_tree(target):
     prompt = make_prompt(12)
-    oracle = make_oracle(target, target.generate(prompt, **SETTINGS))
+    oracle = oracle_of(target, prompt)
     config = GenerationConfig(**SETTINGS, tree_depth=2)
     text = target.generate(prompt, generation_config=config, assistant_model=oracle)
-    assert text.tolist() == target.generate(prompt, **SETTINGS).tolist()
+    assert text.tolist() == oracle.text.tolist()
     assert max(oracle.last_generation.accepted_lengths) == 3
 
 
 @pytest.mark.parametrize("do_sample", [True, False])
 def test_several_sequences_a_prompt(target, do_sample):
-    settings = {"num_return_sequences": 3, "do_sample": do_sample} if do_sample else {}
-    stats = assert_same_text(target, make_draft(target, [make_prompt(12)]), **settings)
+    prompt, settings = make_prompt(12), {"num_return_sequences": 3, "do_sample": do_sample} if do_sample else {}
+    stats = assert_same_text(target, make_draft(target, [prompt]), prompt, **settings)
     assert stats.new_tokens == (72 if do_sample else 24)
 
 
@@ -774,7 +764,7 @@ def test_a_pair_is_validated_once(target, draft, monkeypatch):
     """Each time compares embeddings, which processes that share them gather."""
     calls = []
     monkeypatch.setattr(type(draft), "validate_target", lambda *pair: calls.append(pair))
-    assert_same_text(target, draft)
+    assert_same_text(target, draft, make_prompt(12))
     assert calls == [(draft, target)]
 
 
@@ -889,12 +879,9 @@ def test_another_default_dtype(target, draft, dtype):
 def test_unusual_prompts(target, draft):
     right_padded = {"attention_mask": torch.tensor([[1, 1, 1, 0, 0]])}
     assert_same_text(target, draft, make_prompt(5), **right_padded)
-    embeddings = target.get_input_embeddings()(make_prompt(7))
-    expected = target.generate(inputs_embeds=embeddings, **SETTINGS)
-    assert target.generate(inputs_embeds=embeddings, assistant_model=draft, **SETTINGS).equal(expected)
-    assert target.generate(assistant_model=draft, **SETTINGS).equal(target.generate(**SETTINGS))  # begins with BOS
+    assert_same_text(target, draft, {"inputs_embeds": target.get_input_embeddings()(make_prompt(7))})
+    assert_same_text(target, draft, {})  # begins with BOS
     for cache in ({}, {"cache_implementation": "static"}):
         assert_same_text(target, draft, make_prompt(5), attention_mask=torch.zeros(1, 5, dtype=torch.long), **cache)
     both = {"tokenizer": object(), "assistant_tokenizer": object()}
-    expected = target.generate(make_prompt(5), **SETTINGS)
-    assert target.generate(make_prompt(5), assistant_model=draft, **both, **SETTINGS).equal(expected)
+    assert_same_text(target, draft, make_prompt(5), ours=both)

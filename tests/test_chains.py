@@ -4,30 +4,12 @@ import functools
 
 import pytest
 import torch
-from conftest import causal_only, each_once, make_batch, make_oracle, make_target
+from conftest import assert_same_text, causal_only, each_once, generate, make_batch, make_target, oracle_of
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.flex_attention import WrappedFlexAttention
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.remote_code import target_eagle3
-
-
-SETTINGS = {"max_new_tokens": 24, "pad_token_id": 0}
-
-
-def assert_same_text(target, draft, batch, policy="static", **settings):
-    draft.generation_config.tree_policy = policy
-    settings = {"do_sample": False, **SETTINGS, **settings}
-    texts = []
-    for call in ({}, {"assistant_model": draft}):
-        torch.manual_seed(0)
-        texts.append(target.generate(**batch, **settings, **call))
-    assert texts[0].tolist() == texts[1].tolist()
-
-
-def oracle_of(target, batch):
-    text = target.generate(**batch, **SETTINGS, do_sample=False)
-    return make_oracle(target, text, padding=(1 - batch["attention_mask"]).sum(dim=1, keepdim=True))
 
 
 @pytest.mark.parametrize(
@@ -40,13 +22,13 @@ def test_attention_that_takes_causal_masks_only(family, lengths, monkeypatch):
     batch = make_batch(lengths)
     draft = oracle_of(target, batch)
     for policy in ("static", "auto"):
-        assert_same_text(target, draft, batch, policy)
-        assert_same_text(target, draft, batch, policy, do_sample=True, temperature=0.7)
+        draft.generation_config.tree_policy = policy
+        assert_same_text(target, draft, batch)
+        assert_same_text(target, draft, batch, do_sample=True, temperature=0.7)
     assert hints and "attn_implementation='sdpa'" in hints[0]
     draft = oracle_of(target, batch)  # its guesses go on from those of the calls before, which measured times decide
     causal_only.seen.clear()
-    assert_same_text(target, draft, batch)
-    stats = draft.last_generation
+    stats = assert_same_text(target, draft, batch)
     assert stats.target_forwards < 18 and stats.acceptance_length > 1.5
     # Prompts, single tokens of plain decoding, and chains.
     assert 1 + draft.generation_config.tree_depth == max(set(causal_only.seen) - {max(lengths)})
@@ -54,9 +36,8 @@ def test_attention_that_takes_causal_masks_only(family, lengths, monkeypatch):
 
 def test_a_static_cache_needs_masks():
     target, batch = make_target("llama", attn_implementation="causal_only"), make_batch([9])
-    draft = oracle_of(target, batch)
     with pytest.raises(ValueError, match="'causal_only' cannot tell the free slots of a static cache"):
-        target.generate(**batch, assistant_model=draft, cache_implementation="static", **SETTINGS)
+        generate(target, batch, assistant_model=oracle_of(target, batch), cache_implementation="static")
 
 
 def test_flex_attention_on_a_cpu(monkeypatch):
@@ -65,8 +46,7 @@ def test_flex_attention_on_a_cpu(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     target, batch = make_target("llama", attn_implementation="flex_attention"), make_batch([9])
     draft = oracle_of(make_target("llama"), batch)
-    assert_same_text(target, draft, batch, max_new_tokens=10)
-    assert draft.last_generation.target_forwards < 8
+    assert assert_same_text(target, draft, batch, max_new_tokens=10).target_forwards < 8
 
 
 @pytest.mark.parametrize(
@@ -87,5 +67,6 @@ def test_distances_by_indices(model_type, changes, lengths):
     target = AutoModelForCausalLM.from_config(config).eval()
     draft = Eagle3ForSpeculation.from_target(target).eval()
     for policy in ("static", "auto"):
-        assert_same_text(target, draft, make_batch(lengths), policy)
-        assert_same_text(target, draft, make_batch(lengths), policy, do_sample=True)
+        draft.generation_config.tree_policy = policy
+        assert_same_text(target, draft, make_batch(lengths))
+        assert_same_text(target, draft, make_batch(lengths), do_sample=True)

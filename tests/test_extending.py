@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FAMILIES, RECURRENT, make_batch, make_draft, make_prompt, make_target
+from conftest import FAMILIES, RECURRENT, assert_same_text, generate, make_batch, make_draft, make_prompt, make_target
 from transformers import GenerationConfig, GenerationMixin
 
 from hf_eagle3 import AssistantMixin, DraftTree, Proposer
@@ -109,15 +109,8 @@ def test_the_example_is_short_and_runs():
 def test_the_text_is_that_of_plain_generate(kind, policy, lengths, settings):
     target, batch = make_target("llama"), make_batch(lengths)
     assistant = make_assistant(kind, target, tree_policy=policy)
-    texts = []
-    for call in ({}, {"assistant_model": assistant}):
-        torch.manual_seed(3)
-        output = target.generate(
-            **batch, **{"do_sample": False, "max_new_tokens": 16, "eos_token_id": [7, 8], "pad_token_id": 0, **settings}, **call
-        )  # fmt: skip
-        texts.append((getattr(output, "sequences", output).tolist(), torch.get_rng_state().tolist()))
-    assert texts[0] == texts[1]
-    stats = assistant.last_generation
+    settings = {"max_new_tokens": 16, "eos_token_id": [7, 8], "pad_token_id": 0, **settings}
+    stats = assert_same_text(target, assistant, batch, 3, **settings)
     assert stats.target_forwards == 1 + len(stats.accepted_lengths) or len(lengths) > 1
 
 
@@ -125,11 +118,7 @@ def test_the_text_is_that_of_plain_generate(kind, policy, lengths, settings):
 def test_other_families(family):
     target = make_target(family if family in {**FAMILIES, **RECURRENT} else "lfm2")
     batch, assistant = make_batch([9, 20]), make_assistant("bigrams", target)
-    expected = target.generate(**batch, max_new_tokens=40, do_sample=False)
-    assert torch.equal(
-        target.generate(**batch, max_new_tokens=40, do_sample=False, assistant_model=assistant), expected
-    )
-    assert assistant.last_generation.target_forwards <= 40
+    assert assert_same_text(target, assistant, batch, max_new_tokens=40).target_forwards <= 40
 
 
 def test_targets_get_no_other_arguments_than_without_it():
@@ -139,9 +128,7 @@ def test_targets_get_no_other_arguments_than_without_it():
     handle = target.register_forward_pre_hook(lambda module, args, kwargs: given[-1].update(kwargs), with_kwargs=True)
     for assistant in ({}, {"assistant_model": bigrams}):
         given.append(set())
-        target.generate(
-            prompt, attention_mask=torch.tensor([[0] + [1] * 8]), max_new_tokens=12, do_sample=False, **assistant
-        )
+        generate(target, prompt, attention_mask=torch.tensor([[0] + [1] * 8]), **assistant)
     handle.remove()
     assert given[0] == given[1]
 
@@ -150,7 +137,7 @@ def test_a_small_model_gets_tokens_accepted():
     target, prompt = make_target("llama"), make_prompt(9)
     assistant = SmallModelAssistant(target)  # that knows all
     assistant.generation_config.update(tree_policy="static", tree_depth=3, num_assistant_tokens=9)
-    target.generate(prompt, max_new_tokens=40, do_sample=False, assistant_model=assistant)
+    generate(target, prompt, max_new_tokens=40, assistant_model=assistant)
     assert assistant.last_generation.acceptance_length > 3.5
 
 
@@ -220,12 +207,11 @@ def test_the_assistant_says_what_it_may_replay(monkeypatch):
     """Also where an older copy of the code, with a shorter list, was loaded first."""
     target, prompt = make_target("qwen3_5"), make_prompt(9)
     draft = make_draft(target, [prompt])
-    expected = target.generate(prompt, max_new_tokens=20, do_sample=False)
     older = GenerationMixin._assisted_decoding
     assert older._decodes_with_assistant
     monkeypatch.setattr(assistant_eagle3, "REPLAYABLE_MODEL_TYPES", ())  # of the copy that has the hook
     monkeypatch.setattr(type(draft), "may_replay", lambda self, target: True, raising=False)
-    assert torch.equal(target.generate(prompt, max_new_tokens=20, do_sample=False, assistant_model=draft), expected)
+    assert_same_text(target, draft, prompt)
 
 
 def test_a_hook_of_older_code_is_extended(monkeypatch):
@@ -243,9 +229,7 @@ def test_a_hook_of_older_code_is_extended(monkeypatch):
     assistant_eagle3.install_generation_hook()
     assert GenerationMixin._validate_generation_mode is installed is not validate_mode
     target, prompt = make_target("qwen3_5"), make_prompt(9)
-    expected = target.generate(prompt, max_new_tokens=8, do_sample=False)
-    draft = make_draft(target, [prompt])
-    assert torch.equal(target.generate(prompt, max_new_tokens=8, do_sample=False, assistant_model=draft), expected)
+    assert_same_text(target, make_draft(target, [prompt]), prompt)
 
 
 def test_the_last_call_is_that_of_the_thread_itself(target, draft):

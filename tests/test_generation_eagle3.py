@@ -12,12 +12,16 @@ from conftest import (
     MOE,
     MORE_FAMILIES,
     VOCAB_SIZE,
+    assert_an_oracle_gives_the_text,
+    assert_same_text,
     each_once,
+    generate,
     make_batch,
     make_draft,
     make_oracle,
     make_prompt,
     make_target,
+    oracle_of,
 )
 from transformers import (
     CONFIG_MAPPING,
@@ -58,27 +62,6 @@ SAMPLING = [
 ]
 
 
-def generate(target, prompt=None, seed=0, **kwargs):
-    torch.manual_seed(seed)
-    kwargs = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **kwargs}
-    return target.generate(prompt, **kwargs)
-
-
-def assert_an_oracle_gives_the_text(target, prompt, **kwargs):
-    """Plain and assisted text are equal; returns the oracle, which has the text and the assisted call's statistics."""
-    oracle = make_oracle(target, generate(target, prompt, **kwargs))
-    assert generate(target, prompt, assistant_model=oracle, **kwargs).tolist() == oracle.text.tolist()
-    return oracle
-
-
-def assert_same_text(target, draft, prompt, **kwargs):
-    """Plain and assisted text are equal; returns the assisted call's statistics."""
-    expected = generate(target, prompt, **kwargs)
-    actual = generate(target, prompt, assistant_model=draft, **kwargs)
-    assert actual.tolist() == expected.tolist()
-    return draft.last_generation
-
-
 # The text is the target's ----------------------------------------------------------------------------------------
 
 
@@ -86,18 +69,15 @@ def assert_same_text(target, draft, prompt, **kwargs):
     ("family", "prompt_length", "settings"), each_once(FAMILIES | MORE_FAMILIES, [5, 40], [{}, *GREEDY])
 )
 def test_greedy_text_of_every_family(family, prompt_length, settings):
-    target = make_target(family)
-    prompt = make_prompt(prompt_length)
-    text = generate(target, prompt, **settings)
-    oracle = make_oracle(target, text)
-    assert generate(target, prompt, assistant_model=oracle, **settings).tolist() == text.tolist()
+    target, prompt = make_target(family), make_prompt(prompt_length)
+    oracle = assert_an_oracle_gives_the_text(target, prompt, **settings)
     # Without accepted tokens, and whole branches of them, this would prove nothing.
     lengths = oracle.last_generation.accepted_lengths
     assert max(lengths) >= 5 and sum(lengths) > 1.5 * len(lengths)
     if family in FAMILIES:
         draft = make_draft(target, [prompt], num_tokens=8)
         draft.generation_config.num_assistant_tokens = 72  # all pairs of 8 tokens
-        assert generate(target, prompt, assistant_model=draft, **settings).tolist() == text.tolist()
+        assert generate(target, prompt, assistant_model=draft, **settings).tolist() == oracle.text.tolist()
         assert max(draft.last_generation.accepted_lengths) >= 2
 
 
@@ -105,10 +85,8 @@ def test_greedy_text_of_every_family(family, prompt_length, settings):
 def test_a_seed_gives_the_sample_it_gives_without_a_draft(family, settings):
     target, prompt = make_target(family), make_prompt(40)
     for seed in range(2):
-        text = generate(target, prompt, seed=seed, do_sample=True, **settings)
-        oracle = make_oracle(target, text, seed=seed)
-        actual = generate(target, prompt, seed=seed, do_sample=True, assistant_model=oracle, **settings)
-        assert torch.equal(actual, text) and oracle.last_generation.acceptance_length > 1.2
+        oracle = assert_an_oracle_gives_the_text(target, prompt, seed, do_sample=True, **settings)
+        assert oracle.last_generation.acceptance_length > 1.2
 
 
 def test_samples_follow_the_targets_distribution():
@@ -293,9 +271,8 @@ class StopAfter(StoppingCriteria):
 
 def test_eos_and_lengths(target):
     prompt = make_prompt(8)
-    text = generate(target, prompt, max_new_tokens=40)
-    oracle = make_oracle(target, text)
-    said = text[0, 8:].tolist()
+    oracle = oracle_of(target, prompt, max_new_tokens=40)
+    said = oracle.text[0, 8:].tolist()
     for eos in (said[3], said[7], [said[5], said[11]]):
         assert_same_text(target, oracle, prompt, eos_token_id=eos, max_new_tokens=40)
         assert_same_text(target, oracle, prompt, eos_token_id=eos, max_new_tokens=40, min_new_tokens=9)
@@ -308,19 +285,17 @@ def test_eos_and_lengths(target):
 
 
 @pytest.mark.parametrize(
-    "make_criteria",
+    "criteria",
     [
-        lambda: [MaxLengthCriteria(20), MaxLengthCriteria(15)],
-        lambda: [MaxLengthCriteria(15), MaxLengthCriteria(20)],
-        lambda: [EosTokenCriteria(torch.tensor(3))],
+        [MaxLengthCriteria(20), MaxLengthCriteria(15)],
+        [MaxLengthCriteria(15), MaxLengthCriteria(20)],
+        [EosTokenCriteria(torch.tensor(3))],
     ],
 )
-def test_criteria_of_the_callers_own(target, make_criteria):
+def test_criteria_of_the_callers_own(target, criteria):
     prompt = make_prompt(5)
-    text = target.generate(prompt, max_new_tokens=30, do_sample=False)
-    expected = target.generate(prompt, max_new_tokens=30, do_sample=False, stopping_criteria=make_criteria())
-    arguments = {"assistant_model": make_oracle(target, text), "stopping_criteria": make_criteria()}
-    assert target.generate(prompt, max_new_tokens=30, do_sample=False, **arguments).tolist() == expected.tolist()
+    oracle = oracle_of(target, prompt, max_new_tokens=30)
+    assert_same_text(target, oracle, prompt, max_new_tokens=30, stopping_criteria=criteria)
 
 
 @pytest.mark.parametrize(
@@ -330,11 +305,12 @@ def test_criteria_of_the_callers_own(target, make_criteria):
 def test_texts_that_are_longer_than_the_positions(length, num_new, do_sample, monkeypatch):
     """`MaxLengthCriteria` reminds of it, although it need not be called to end a text."""
     target, prompt, said = make_target("llama", max_position_embeddings=30), make_prompt(length), []
-    oracle = make_oracle(target, generate(target, prompt, max_new_tokens=num_new, do_sample=do_sample))
+    settings = {"max_new_tokens": num_new, "do_sample": do_sample}
+    oracle = oracle_of(target, prompt, **settings)
     monkeypatch.setattr(stopping_criteria.logger, "warning_once", lambda message: said[-1].add(message))
     for assistant in ({}, {"assistant_model": oracle}):
         said.append(set())
-        generate(target, prompt, max_new_tokens=num_new, do_sample=do_sample, **assistant)
+        generate(target, prompt, **settings, **assistant)
     assert said[0] == said[1]
     assert len(said[0]) == 1 or num_new < 24
 
@@ -464,14 +440,9 @@ def test_returned_cache_can_be_continued_from(family, stops):
 
 def test_cache_of_a_stop_inside_a_branch(target):
     prompt = make_prompt(8)
-    whole = generate(target, prompt)
-    stopped = generate(
-        target,
-        prompt,
-        eos_token_id=int(whole[0, 14]),
-        assistant_model=make_oracle(target, whole),
-        return_dict_in_generate=True,
-    )
+    oracle = oracle_of(target, prompt)
+    settings = {"eos_token_id": int(oracle.text[0, 14]), "return_dict_in_generate": True}
+    stopped = generate(target, prompt, assistant_model=oracle, **settings)
     cache = stopped.past_key_values
     assert cache.get_seq_length() == stopped.sequences.shape[1] - 1
     with torch.no_grad():
@@ -485,37 +456,22 @@ def test_left_padding(family):
     target, prompt = make_target(family), make_prompt(30)
     padded = torch.cat([torch.zeros(1, 7, dtype=torch.long), prompt], dim=1)
     mask = (torch.arange(37) >= 7).long()[None]
-    text = generate(target, prompt)
-    oracle = make_oracle(target, text)
-    expected = generate(target, padded, attention_mask=mask)
-    actual = generate(target, padded, attention_mask=mask, assistant_model=oracle)
-    assert torch.equal(actual, expected)
-    assert oracle.last_generation.acceptance_length > 1.5
+    stats = assert_same_text(target, oracle_of(target, prompt), padded, attention_mask=mask)
+    assert stats.acceptance_length > 1.5
 
 
 def test_prompt_in_chunks_and_as_embeddings(target):
     prompt = make_prompt(30)
-    text = generate(target, prompt)
-    oracle = make_oracle(target, text)
-    assert torch.equal(generate(target, prompt, assistant_model=oracle, prefill_chunk_size=8), text)
-    embeddings = target.get_input_embeddings()(prompt)
-    actual = target.generate(
-        inputs_embeds=embeddings,
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        assistant_model=oracle,
-        output_steps=True,
-    )
-    assert torch.equal(actual, text[:, 30:])
+    oracle = assert_an_oracle_gives_the_text(target, prompt, ours={"prefill_chunk_size": 8})
+    embeddings = {"inputs_embeds": target.get_input_embeddings()(prompt)}
+    actual = generate(target, embeddings, assistant_model=oracle, output_steps=True)
+    assert torch.equal(actual, oracle.text[:, 30:])
     assert sum(len(step.new_tokens[0]) for step in oracle.last_generation.steps) == NEW_TOKENS
 
 
 def test_user_made_cache(target):
-    prompt = make_prompt(20)
     for each in (target, make_target("gemma3")):
-        oracle = make_oracle(each, text := generate(each, prompt))
-        actual = generate(each, prompt, past_key_values=DynamicCache(), assistant_model=oracle)
-        assert torch.equal(actual, text)
+        assert_an_oracle_gives_the_text(each, make_prompt(20), ours={"past_key_values": DynamicCache()})
 
 
 # Settings ---------------------------------------------------------------------------------------------------------
@@ -523,7 +479,7 @@ def test_user_made_cache(target):
 
 def test_settings_of_draft_and_call(target):
     prompt = make_prompt(8)
-    oracle = make_oracle(target, generate(target, prompt))
+    oracle = oracle_of(target, prompt)
     settings = {"tree_depth": 2, "branching_factor": 3, "num_assistant_tokens": 4, "tree_policy": "static"}
     settings["prompt_lookup_num_tokens"] = 5
     config = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, **settings)
@@ -564,7 +520,7 @@ def test_settings_of_draft_and_call(target):
 def test_settings_beside_other_arguments(target, monkeypatch, said):
     """All arguments count, `None` too, and transformers does not warn that some are beside a `generation_config`."""
     prompt = make_prompt(8)
-    oracle = make_oracle(target, generate(target, prompt))
+    oracle = oracle_of(target, prompt)
     monkeypatch.setattr(target, "generation_config", copy.deepcopy(target.generation_config))
     target.generation_config.update(repetition_penalty=1.3, do_sample=True, top_k=3)
     for arguments in ({"temperature": 0.7}, {"top_k": None, "attention_mask": torch.ones_like(prompt)}):
@@ -581,7 +537,7 @@ def test_settings_beside_other_arguments(target, monkeypatch, said):
 @pytest.mark.parametrize("threshold", [0.01, 0.3, 0.99])
 def test_confidence_threshold(target, threshold):
     prompt = make_prompt(8)
-    oracle = make_oracle(target, generate(target, prompt))
+    oracle = oracle_of(target, prompt)
     oracle.generation_config.assistant_confidence_threshold = threshold
     assert max(assert_same_text(target, oracle, prompt).accepted_lengths) >= 5  # the oracle is sure of itself
     assert_same_text(target, oracle, prompt, do_sample=True)
@@ -601,7 +557,7 @@ def test_confidence_threshold_prunes_what_the_draft_doubts(target):
 def test_the_text_can_be_trained_on(target):
     # The draft computes in inference mode, whose tensors autograd refuses.
     prompt = make_prompt(8)
-    oracle = make_oracle(target, generate(target, prompt))
+    oracle = oracle_of(target, prompt)
     outputs = generate(target, prompt, assistant_model=oracle, return_dict_in_generate=True, output_logits=True)
     tensors = [outputs.sequences, *outputs.logits]
     tensors += [states for layer in outputs.past_key_values.layers for states in (layer.keys, layer.values)]
@@ -691,11 +647,10 @@ def test_tokens_that_were_added_to_the_target(num_known, overrides, settings):
     with torch.no_grad():  # the target writes them in the place of others
         target.get_output_embeddings().weight[VOCAB_SIZE:] = 1.2 * target.get_output_embeddings().weight[said]
     prompt[0, 3], batch["input_ids"][:, -3:] = VOCAB_SIZE + 2, VOCAB_SIZE + 3
-    for policy, inputs in (("static", {"prompt": prompt}), ("auto", batch)):
+    for policy, inputs in (("static", prompt), ("auto", batch)):
         draft.generation_config.tree_policy = policy
-        text = generate(target, **inputs, **settings)
-        assert generate(target, **inputs, assistant_model=draft, **settings).tolist() == text.tolist()
-        assert (text[:, 12:] >= VOCAB_SIZE).any()
+        assert_same_text(target, draft, inputs, **settings)
+        assert (generate(target, inputs, **settings)[:, 12:] >= VOCAB_SIZE).any()
     with pytest.raises(NotImplementedError, match="A draft cannot be resized"):
         draft.resize_token_embeddings(VOCAB_SIZE + 4)
 
@@ -864,10 +819,8 @@ def test_drafted_tokens_whose_states_are_no_numbers(family, bad):
 def test_a_criterion_that_the_prompt_has_met_already(num_rows):
     """Each row takes one token all the same, as in plain `generate`."""
     target, prompt = make_target("llama"), make_prompt(8, batch_size=num_rows)
-    draft = Eagle3ForSpeculation.from_target(target)
-    settings = {"max_new_tokens": 12, "do_sample": False, "stopping_criteria": [MaxLengthCriteria(max_length=8)]}
-    plain = target.generate(prompt, **settings)
-    assert plain.shape[1] == 9 and target.generate(prompt, assistant_model=draft, **settings).equal(plain)
+    draft, criteria = Eagle3ForSpeculation.from_target(target), [MaxLengthCriteria(max_length=8)]
+    assert assert_same_text(target, draft, prompt, stopping_criteria=criteria).new_tokens == num_rows
 
 
 class LaterThanThat(MaxLengthCriteria):
@@ -878,11 +831,9 @@ class LaterThanThat(MaxLengthCriteria):
 @pytest.mark.parametrize(("cache", "seed"), [(None, 0), (None, 1), ("static", 2), ("static", 3)])
 def test_a_length_that_somebody_derived_may_be_passed(cache, seed):
     target, prompt = make_target("llama"), make_prompt(8, seed=seed)
-    settings = {"max_new_tokens": 40, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
-    draft = make_oracle(target, target.generate(prompt, max_new_tokens=48, do_sample=False))
-    plain = target.generate(prompt, stopping_criteria=[LaterThanThat(max_length=12)], **settings)
-    ours = target.generate(prompt, stopping_criteria=[LaterThanThat(max_length=12)], assistant_model=draft, **settings)
-    assert ours.equal(plain)
+    settings = {"max_new_tokens": 40, "cache_implementation": cache, "disable_compile": True}
+    draft = oracle_of(target, prompt, max_new_tokens=48)
+    assert_same_text(target, draft, prompt, stopping_criteria=[LaterThanThat(max_length=12)], **settings)
 
 
 def test_hidden_states_are_those_of_the_text_alone():

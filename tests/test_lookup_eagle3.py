@@ -5,7 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import each_once, lookups_of, make_batch, make_oracle, make_prompt, make_target
+from conftest import (
+    assert_same_text,
+    each_once,
+    generate,
+    lookups_of,
+    make_batch,
+    make_oracle,
+    make_prompt,
+    make_target,
+    oracle_of,
+)
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.remote_code.lookup_eagle3 import MatchCalibration, PromptLookup, TextIndex
@@ -184,6 +194,9 @@ def test_a_planned_lookup_is_measured():
     assert policy.plan([True], lookup).proposer != "lookup"  # five plain steps for two tokens
 
 
+CYCLE = torch.tensor([[3, 9, 5, 6]])
+
+
 @pytest.fixture
 def cyclic():
     """A target that says 5, 6, 7, 8, 9, 5, ... whatever came before."""
@@ -216,21 +229,12 @@ def test_a_text_that_repeats_itself(cyclic, cheap_nodes, monkeypatch, settings, 
         for module in ("accept", "decoding", "drafter"):
             monkeypatch.setattr(f"hf_eagle3.remote_code.{module}_eagle3.reads_without_sync", lambda device: False)
     draft = Eagle3ForSpeculation.from_target(cyclic).eval()
-    kwargs = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0, **settings}
-    prompt = torch.tensor([[3, 9, 5, 6]])
+    kwargs = {"max_new_tokens": 60, **settings}
     for seed in range(2):
-        texts = []
-        for call in ({}, {"assistant_model": draft}):
-            torch.manual_seed(seed)
-            texts.append(cyclic.generate(prompt, **call, **kwargs))
-        assert torch.equal(*texts)
-    stats = draft.last_generation
+        stats = assert_same_text(cyclic, draft, CYCLE, seed, **kwargs)
     assert stats.lookup_steps > 0 and max(stats.accepted_lengths) == 25
     assert stats.target_forwards < 12 < 60
-
-    torch.manual_seed(seed)
-    text = cyclic.generate(prompt, assistant_model=draft, prompt_lookup_num_tokens=0, **kwargs)
-    assert torch.equal(text, texts[0]) and draft.last_generation.lookup_steps == 0
+    assert assert_same_text(cyclic, draft, CYCLE, ours={"prompt_lookup_num_tokens": 0}, **kwargs).lookup_steps == 0
 
 
 @pytest.mark.parametrize("sequences", [1, 3])
@@ -238,11 +242,7 @@ def test_a_draft_that_is_unsure_of_everything_keeps_nobody_from_looking_up(cycli
     """What it takes to verify several tokens is measured all the same."""
     draft = Eagle3ForSpeculation.from_target(cyclic).eval()
     draft.generation_config.assistant_confidence_threshold = 0.99
-    kwargs = {"max_new_tokens": 90, "do_sample": False, "pad_token_id": 0}
-    prompt = torch.tensor([[3, 9, 5, 6]]).expand(sequences, -1)
-    expected = cyclic.generate(prompt, **kwargs)
-    assert torch.equal(cyclic.generate(prompt, assistant_model=draft, **kwargs), expected)
-    stats = draft.last_generation
+    stats = assert_same_text(cyclic, draft, CYCLE.expand(sequences, -1), max_new_tokens=90)
     assert stats.lookup_steps >= 3 and max(stats.accepted_lengths) > 1
     # What was looked up, and what was written plainly, is not taken for the draft's.
     assert len(stats.accepted_lengths) == sequences * (stats.target_forwards - 1)
@@ -260,22 +260,21 @@ def test_static_caches_look_up_as_many_tokens_as_a_tree_has(cyclic, cheap_nodes,
 
     monkeypatch.setattr(Verifier, "verify", noting_sizes)
     draft = Eagle3ForSpeculation.from_target(cyclic).eval()
-    kwargs = {"max_new_tokens": 90, "do_sample": False, "pad_token_id": 0, "cache_implementation": "static"}
-    prompt = torch.tensor([[3, 9, 5, 6]]).expand(sequences, -1)
-    expected = cyclic.generate(prompt, **kwargs)
+    kwargs = {"max_new_tokens": 90, "cache_implementation": "static"}
     for num_tokens in (24, 23):
-        text = cyclic.generate(prompt, assistant_model=draft, prompt_lookup_num_tokens=num_tokens, **kwargs)
-        assert torch.equal(text, expected)
-        assert draft.last_generation.lookup_steps > 0 if num_tokens == 24 else draft.last_generation.lookup_steps == 0
+        ours = {"prompt_lookup_num_tokens": num_tokens}
+        stats = assert_same_text(cyclic, draft, CYCLE.expand(sequences, -1), ours=ours, **kwargs)
         if num_tokens == 24:
-            assert max(draft.last_generation.accepted_lengths) == 25
+            assert stats.lookup_steps > 0 and max(stats.accepted_lengths) == 25
+        else:
+            assert stats.lookup_steps == 0
     assert sizes == {1, 25}  # of one shape, for the compiler
 
 
 def test_no_more_than_the_nodes_of_a_tree(cyclic, cheap_nodes):
     draft = Eagle3ForSpeculation.from_target(cyclic).eval()
     draft.generation_config.num_assistant_tokens = 4
-    cyclic.generate(torch.tensor([[3, 9, 5, 6]]), assistant_model=draft, max_new_tokens=40, do_sample=False)
+    generate(cyclic, CYCLE, assistant_model=draft, max_new_tokens=40)
     assert draft.last_generation.lookup_steps > 0 and max(draft.last_generation.accepted_lengths) == 5
 
 
@@ -289,21 +288,13 @@ def test_no_more_than_the_nodes_of_a_tree(cyclic, cheap_nodes):
 def test_batches_whose_rows_are_far_apart(family, sampling):
     """Looked up, drafted and plain steps in turn, and rows that leave."""
     target, batch = make_target(family), make_batch([5, 40, 17])
-    kwargs = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, **sampling}
-    torch.manual_seed(0)
-    text = target.generate(**batch, **kwargs)
-    kwargs["eos_token_id"] = text[0, -20].item()
-    torch.manual_seed(0)
-    expected = target.generate(**batch, **kwargs)
-    draft = make_oracle(target, expected, padding=(1 - batch["attention_mask"]).sum(dim=1, keepdim=True))
+    kwargs = {"max_new_tokens": 40, "pad_token_id": 0, **sampling}
+    kwargs["eos_token_id"] = generate(target, batch, **kwargs)[0, -20].item()
+    draft, num_lookups = oracle_of(target, batch, **kwargs), 0
     draft.generation_config.tree_policy = "auto"
-    num_lookups = 0
     for seed in range(4):
-        with lookups_of(expected, seed):
-            torch.manual_seed(0)
-            actual = target.generate(**batch, assistant_model=draft, **kwargs)
-        assert actual.tolist() == expected.tolist()
-        num_lookups += draft.last_generation.lookup_steps
+        with lookups_of(draft.text, seed):
+            num_lookups += assert_same_text(target, draft, batch, **kwargs).lookup_steps
     assert num_lookups > 0
 
 
@@ -327,11 +318,7 @@ def test_placeholders_beside_embeddings(target):
     draft = Eagle3ForSpeculation.from_target(target).eval()
     for policy in ("static", "auto"):
         draft.generation_config.tree_policy = policy
-        expected, actual = (
-            target.generate(prompt, **inputs, max_new_tokens=30, do_sample=False, **assistant)
-            for assistant in ({}, {"assistant_model": draft})
-        )
-        assert torch.equal(actual, expected)
+        assert_same_text(target, draft, prompt, **inputs)
 
 
 def test_the_cache_that_is_returned(target):

@@ -4,7 +4,17 @@ import itertools
 
 import pytest
 import torch
-from conftest import each_once, lookups_of, make_batch, make_draft, make_oracle, make_prompt
+from conftest import (
+    assert_an_oracle_gives_the_text,
+    assert_same_text,
+    each_once,
+    generate,
+    lookups_of,
+    make_batch,
+    make_draft,
+    make_oracle,
+    make_prompt,
+)
 from seeing import (
     IMAGE,
     TEXT,
@@ -55,14 +65,7 @@ SETTINGS = [{}, {"repetition_penalty": 1.3}, {"do_sample": True}]
     ],
 )
 def test_text_and_images(family, num_images, settings):
-    target, inputs = make(family, num_images)
-    settings = {"max_new_tokens": 24, "do_sample": False, **settings}
-    torch.manual_seed(0)
-    expected = target.generate(**inputs, **settings)
-    oracle = make_oracle(target, expected)
-    torch.manual_seed(0)
-    actual = target.generate(**inputs, assistant_model=oracle, **settings)
-    assert actual.tolist() == expected.tolist()
+    oracle = assert_an_oracle_gives_the_text(*make(family, num_images), **settings)
     assert max(oracle.last_generation.accepted_lengths) >= 4
 
 
@@ -70,14 +73,11 @@ def test_text_and_images(family, num_images, settings):
 def test_looking_up_what_may_be_an_image(family):
     """The places of images are tokens of the text, too."""
     target, inputs = make(family, 2)
-    expected = target.generate(**inputs, max_new_tokens=40, do_sample=False)
-    oracle, num_lookups = make_oracle(target, expected), 0
+    oracle, num_lookups = assert_an_oracle_gives_the_text(target, inputs, max_new_tokens=40), 0
     oracle.generation_config.tree_policy = "auto"
     for seed in range(3):
-        with lookups_of(expected, seed, wrong=IMAGE):
-            actual = target.generate(**inputs, assistant_model=oracle, max_new_tokens=40, do_sample=False)
-        assert actual.tolist() == expected.tolist()
-        num_lookups += oracle.last_generation.lookup_steps
+        with lookups_of(oracle.text, seed, wrong=IMAGE):
+            num_lookups += assert_same_text(target, oracle, inputs, max_new_tokens=40).lookup_steps
     assert num_lookups > 3
 
 
@@ -86,13 +86,9 @@ def test_static_caches(family):
     if family is llama4 and not CAN_SELECT_HIDDEN_STATES:
         pytest.skip("transformers before 5.23 makes no masks for static caches of Llama 4, with or without a draft")
     target, inputs = make(family, 2)
-    settings = {"max_new_tokens": 24, "do_sample": False, "cache_implementation": "static"}
-    expected = target.generate(**inputs, **settings)
+    oracle = assert_an_oracle_gives_the_text(target, inputs, cache_implementation="static")
     if CAN_SELECT_HIDDEN_STATES:  # older transformers (5.17) write another text with a static cache than without
-        assert expected.tolist() == target.generate(**inputs, max_new_tokens=24, do_sample=False).tolist()
-    oracle = make_oracle(target, expected)
-    actual = target.generate(**inputs, assistant_model=oracle, **settings)
-    assert actual.tolist() == expected.tolist()
+        assert oracle.text.tolist() == generate(target, inputs).tolist()
     assert max(oracle.last_generation.accepted_lengths) >= 4
 
 
@@ -112,10 +108,7 @@ def test_batches(family):
     batch = {name: torch.cat([value] * 2) for name, value in inputs.items()}
     batch["input_ids"][1, 12:] = make_prompt(18, seed=3) % 90 + 3
     batch["input_ids"][1, 0], batch["attention_mask"][1, 0] = 0, 0
-    expected = target.generate(**batch, max_new_tokens=20, do_sample=False)
-    draft = make_oracle(target, expected)
-    actual = target.generate(**batch, max_new_tokens=20, do_sample=False, assistant_model=draft)
-    assert actual.tolist() == expected.tolist()
+    assert_an_oracle_gives_the_text(target, batch)
 
 
 @pytest.mark.parametrize("family", [gemma3, qwen3_vl])
@@ -126,9 +119,9 @@ def test_pipelines(family):
     content = [{"type": "image", "image": make_image(0)}, {"type": "text", "text": "what"}]
     results = []
     for assistant in ({}, {"assistant_model": draft}):
-        generate = ImageTextToTextPipeline(target, processor=processor, **assistant)
-        results.append(generate(text=[{"role": "user", "content": content}], max_new_tokens=12))
-        results.append(generate(text="abc", generate_kwargs={"do_sample": False}, max_new_tokens=6))
+        pipeline = ImageTextToTextPipeline(target, processor=processor, **assistant)
+        results.append(pipeline(text=[{"role": "user", "content": content}], max_new_tokens=12))
+        results.append(pipeline(text="abc", generate_kwargs={"do_sample": False}, max_new_tokens=6))
         assert (draft.last_generation is None) == (not assistant)
     assert results[:2] == results[2:] and draft.last_generation.new_tokens == 6
 
@@ -138,7 +131,7 @@ def test_a_target_that_passes_on_no_tree_is_refused(num_images):
     target, inputs = make(paligemma, num_images)
     draft = Eagle3ForSpeculation.from_target(target).eval()
     with pytest.raises(ValueError, match="does not pass on the positions and the mask"):
-        target.generate(**inputs, max_new_tokens=24, do_sample=False, assistant_model=draft)
+        generate(target, inputs, assistant_model=draft)
 
 
 def test_sound_that_is_heard_with_each_token_is_refused():
@@ -168,22 +161,15 @@ def test_images_without_tokens_in_the_text(lengths, has_image, has_mask):
     padding = 6 - batch["attention_mask"].sum(dim=1, keepdim=True)
     if not has_mask:
         del batch["attention_mask"]
-    settings = {**batch, "max_new_tokens": 24, "do_sample": True}
-    torch.manual_seed(0)
-    expected = target.generate(**settings)
-    draft = make_oracle(target, expected, padding=padding)
+    draft = make_oracle(target, generate(target, batch, do_sample=True), padding=padding)
     if not CAN_SELECT_HIDDEN_STATES:
         with pytest.raises(ValueError, match="another mask"):
-            target.generate(**settings, assistant_model=draft)
+            generate(target, batch, assistant_model=draft)
         return
-    torch.manual_seed(0)
-    assert target.generate(**settings, assistant_model=draft).tolist() == expected.tolist()
-    assert max(draft.last_generation.accepted_lengths) >= 3
+    assert max(assert_same_text(target, draft, batch, do_sample=True).accepted_lengths) >= 3
 
 
 def test_an_untrained_draft_has_tokens_accepted():
     target, inputs = make(qwen3_vl, 0)
     draft = make_draft(target, [inputs["input_ids"]], num_tokens=8)
-    expected = target.generate(**inputs, max_new_tokens=24, do_sample=False)
-    assert target.generate(**inputs, max_new_tokens=24, do_sample=False, assistant_model=draft).equal(expected)
-    assert max(draft.last_generation.accepted_lengths) >= 2
+    assert max(assert_same_text(target, draft, inputs).accepted_lengths) >= 2

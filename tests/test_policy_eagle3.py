@@ -5,7 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import each_once, make_batch, make_draft, make_oracle, make_prompt, make_target
+from conftest import (
+    assert_same_text,
+    each_once,
+    generate,
+    make_batch,
+    make_draft,
+    make_oracle,
+    make_prompt,
+    make_target,
+    oracle_of,
+)
 
 from hf_eagle3.remote_code import policy_eagle3
 from hf_eagle3.remote_code.policy_eagle3 import Calibration, CallKind, DraftingTrial, Policy, StepCosts
@@ -410,11 +420,11 @@ def test_costs():
 def test_learns_nothing_from_padding(monkeypatch, cache):
     """When the last text of a batch ends, rows that are behind catch up by padding: no tokens to expect there."""
     target, batch = make_target("llama"), make_batch([5, 9, 7])
-    kwargs = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    kwargs = {"max_new_tokens": 20, "pad_token_id": 0}
     # Others are cut off by the length.
-    kwargs["eos_token_id"] = int(target.generate(**batch, **kwargs).sequences[0, -3])
-    expected = target.generate(**batch, **kwargs).sequences
-    padding = (1 - batch["attention_mask"]).sum(dim=1, keepdim=True)
+    kwargs["eos_token_id"] = int(generate(target, batch, **kwargs)[0, -3])
+    expected = generate(target, batch, **kwargs)
+    kwargs |= {"return_dict_in_generate": True, **cache}
     of_padding, judged, times = [], [], random.Random(0)
     plan_step = Policy.plan
 
@@ -429,9 +439,9 @@ def test_learns_nothing_from_padding(monkeypatch, cache):
     monkeypatch.setattr(StepCosts, "seconds", lambda self, part, size: times.random())
     monkeypatch.setattr(StepCosts, "known", lambda self, part: [(1, 0.2), (4, 0.5)])
     for seed in range(30):
-        draft = make_oracle(target, expected, seed, padding)
+        draft = oracle_of(target, batch, seed, text=expected)
         draft.generation_config.update(tree_policy="auto", tree_depth=4, branching_factor=1)
-        outputs = target.generate(**batch, assistant_model=draft, **kwargs, **cache)
+        outputs = generate(target, batch, assistant_model=draft, **kwargs)
         assert outputs.sequences.tolist() == expected.tolist()
     assert any(of_padding) and judged and all(tokens >= 1 and not padding for tokens, padding in judged)
 
@@ -443,18 +453,14 @@ def test_a_batch_is_as_fast_as_its_slowest_row(monkeypatch):
         StepCosts, "seconds", lambda self, part, size: 0.3 if part == "draft" else 1 + 0.01 * (size - 2)
     )
     target, batch = make_target("llama"), make_batch([5, 9], seed=1)
-    settings = {"max_new_tokens": 150, "do_sample": False, "pad_token_id": 0}
-    expected = target.generate(**batch, **settings)
-    padding = (1 - batch["attention_mask"]).sum(dim=1, keepdim=True)
     shares = []
     for knows_both in (True, False):
-        text = expected.clone()
+        draft = oracle_of(target, batch, max_new_tokens=150)
         if not knows_both:
-            text[1] = 3
-        draft = make_oracle(target, text, padding=padding)
+            draft.text[1] = 3
         draft.generation_config.update(tree_policy="auto", tree_depth=4, branching_factor=1)
-        assert target.generate(**batch, assistant_model=draft, **settings).tolist() == expected.tolist()
-        shares.append(draft.last_generation.plain_steps / draft.last_generation.target_forwards)
+        stats = assert_same_text(target, draft, batch, max_new_tokens=150)
+        shares.append(stats.plain_steps / stats.target_forwards)
     assert shares[0] < 0.3 and shares[1] > 0.7
 
 
@@ -508,12 +514,7 @@ def test_coarse_clocks_and_clocks_that_stand_still(monkeypatch, resolution, sett
     monkeypatch.setattr("hf_eagle3.remote_code.decoding_eagle3.time", SimpleNamespace(perf_counter=perf_counter))
     target = make_target("llama")
     for batch in (make_batch([5]), make_batch([5, 9, 7])):
-        torch.manual_seed(0)
-        expected = target.generate(**batch, **{**settings, "cache_implementation": None}, max_new_tokens=24)
-        draft = make_oracle(target, expected, padding=(1 - batch["attention_mask"]).sum(dim=1, keepdim=True))
+        draft = oracle_of(target, batch, **{**settings, "cache_implementation": None})
         draft.generation_config.tree_policy = "auto"
         for _ in range(3):
-            torch.manual_seed(0)
-            assert torch.equal(
-                target.generate(**batch, **settings, max_new_tokens=24, assistant_model=draft), expected
-            )
+            assert torch.equal(generate(target, batch, assistant_model=draft, **settings), draft.text)

@@ -7,9 +7,17 @@ from types import MethodType
 import pytest
 import torch
 from accelerate.utils import convert_outputs_to_fp32
-from conftest import make_batch, make_draft, make_target
+from conftest import (
+    assert_an_oracle_gives_the_text,
+    assert_same_text,
+    generate,
+    make_batch,
+    make_draft,
+    make_target,
+    oracle_of,
+)
 from peft import LoraConfig, get_peft_model
-from test_batch_generation import Columns, StopAtLength, assert_same_texts, generate, make_row_oracle
+from test_batch_generation import Columns, StopAtLength
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import AutoModel, DynamicCache
 
@@ -46,7 +54,7 @@ def end_token(batch, text):
 def test_rows_that_are_finished_leave_the_batch(family, verified_rows):
     target, batch = make_target(family), make_batch([5, 40, 17, 9, 25, 13], seed=3)
     settings = {"eos_token_id": end_token(batch, generate(target, batch, max_new_tokens=40)), "pad_token_id": 0}
-    assert_same_texts(target, batch, max_new_tokens=40, **settings)
+    assert_an_oracle_gives_the_text(target, batch, max_new_tokens=40, **settings)
     assert (
         verified_rows[0] == 6 and verified_rows == sorted(verified_rows, reverse=True) and len(set(verified_rows)) > 2
     )
@@ -65,9 +73,7 @@ def test_rows_leave_although_the_draft_reads_by_hooks(is_copy, target, tmp_path,
         draft = AutoModel.from_pretrained(tmp_path, trust_remote_code=True)
     assert is_copy == type(draft).__module__.startswith("transformers_modules.")
     draft.generation_config.output_steps = True
-    text = generate(target, batch, assistant_model=draft, **settings)
-    assert text.tolist() == generate(target, batch, **settings).tolist()
-    assert {len(step.rows) for step in draft.last_generation.steps} == {1, 2, 3}
+    assert {len(step.rows) for step in assert_same_text(target, draft, batch, **settings).steps} == {1, 2, 3}
 
 
 def test_rows_leave_a_target_in_mixed_precision(target, verified_rows):
@@ -75,7 +81,7 @@ def test_rows_leave_a_target_in_mixed_precision(target, verified_rows):
     target, batch, settings = copy.deepcopy(target), make_batch([5, 9, 17]), {"max_new_tokens": 40, "pad_token_id": 0}
     settings["eos_token_id"] = end_token(batch, generate(target, batch, **settings))
     target.forward = MethodType(convert_outputs_to_fp32(target.forward.__func__), target)
-    assert_same_texts(target, batch, **settings)
+    assert_an_oracle_gives_the_text(target, batch, **settings)
     assert set(verified_rows) == {1, 2, 3}
 
 
@@ -89,12 +95,9 @@ def test_rows_that_leave_leave_the_sample_of_the_others(target, verified_rows, p
     for seed in range(3):
         kwargs = {"do_sample": True, "max_new_tokens": 40, "pad_token_id": 0, **settings}
         kwargs["eos_token_id"] = end_token(batch, generate(target, batch, seed, **kwargs))
-        expected = generate(target, batch, seed, **kwargs)
-        state = torch.get_rng_state()
-        oracle = make_row_oracle(target, batch, expected, seed)
+        oracle = oracle_of(target, batch, seed, **kwargs)
         oracle.generation_config.tree_policy = policy
-        assert generate(target, batch, seed, assistant_model=oracle, **kwargs).tolist() == expected.tolist()
-        assert torch.equal(torch.get_rng_state(), state)
+        assert_same_text(target, oracle, batch, seed, **kwargs)
     assert {1, 2, 3, 4} <= set(verified_rows)
 
 
@@ -157,7 +160,7 @@ def test_rows_stay_where_their_leaving_could_be_noticed(target, verified_rows, w
             settings["past_key_values"] = caches[-1]
         output = generate(target, batch, assistant_model=oracle, **settings)
         texts.append(output.sequences if why == "returned cache" else output)
-        oracle = oracle or make_row_oracle(target, batch, texts[0])
+        oracle = oracle or oracle_of(target, batch, text=texts[0])
     for hook in hooks:
         hook.remove()
     assert texts[0].tolist() == texts[1].tolist()
@@ -174,11 +177,9 @@ def test_rows_with_adapters_of_their_own(target):
     names = {"adapter_names": ["one", "other", "__base__"]}
     text = generate(model, batch, **names)
     settings = {"eos_token_id": end_token(batch, text), "pad_token_id": 0, **names}
-    expected = generate(model, batch, **settings)
-    assert expected.tolist() != generate(model, batch, **{**settings, "adapter_names": ["__base__"] * 3}).tolist()
-    oracle = make_row_oracle(target, batch, expected)
-    assert generate(model, batch, assistant_model=oracle, **settings).tolist() == expected.tolist()
-    assert oracle.last_generation.acceptance_length > 1.2
+    oracle = oracle_of(target, batch, text=generate(model, batch, **settings))
+    assert oracle.text.tolist() != generate(model, batch, **{**settings, "adapter_names": ["__base__"] * 3}).tolist()
+    assert assert_same_text(model, oracle, batch, **settings).acceptance_length > 1.2
 
 
 class Steered(torch.nn.Module):

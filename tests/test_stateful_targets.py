@@ -6,6 +6,8 @@ from conftest import (
     CONVOLUTIONAL,
     INDEXED,
     RECURRENT,
+    assert_an_oracle_gives_the_text,
+    assert_same_text,
     each_once,
     lookups_of,
     make_batch,
@@ -13,6 +15,7 @@ from conftest import (
     make_oracle,
     make_prompt,
     make_target,
+    oracle_of,
 )
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LogitsProcessor, StoppingCriteria
 
@@ -45,14 +48,11 @@ def test_texts(family, length, settings):
     target, prompt = make_target(family), make_prompt(length)
     if "attention_mask" in settings:  # with a hole
         settings = {"attention_mask": torch.arange(length)[None].clamp(max=1)}
-    for call in (SETTINGS, {**SETTINGS, **settings}):
-        torch.manual_seed(0)
-        text = target.generate(prompt, **call)
-        oracle = make_oracle(target, text, padding=int("attention_mask" in call))
-        torch.manual_seed(0)
-        assert torch.equal(target.generate(prompt, **call, assistant_model=oracle), text)
-        lengths = oracle.last_generation.accepted_lengths
-        assert max(lengths) >= 3 and min(lengths) < 7 and len(text.unique()) > 8
+    for call in ({}, settings):
+        oracle = oracle_of(target, prompt, **call)
+        oracle.padding += "attention_mask" in call
+        lengths = assert_same_text(target, oracle, prompt, **call).accepted_lengths
+        assert max(lengths) >= 3 and min(lengths) < 7 and len(oracle.text.unique()) > 8
 
 
 @pytest.mark.parametrize(
@@ -63,11 +63,7 @@ def test_an_untrained_draft(family, policy):
     draft, num_trees = make_draft(target, [make_prompt(5)], num_tokens=12), 0
     draft.generation_config.tree_policy = policy
     for seed in range(2):
-        prompt = make_prompt(5, seed)
-        expected = target.generate(prompt, **{**SETTINGS, "max_new_tokens": 36})
-        actual = target.generate(prompt, assistant_model=draft, **{**SETTINGS, "max_new_tokens": 36})
-        assert actual.tolist() == expected.tolist()
-        stats = draft.last_generation
+        stats = assert_same_text(target, draft, make_prompt(5, seed), max_new_tokens=36)
         num_trees += stats.target_forwards - stats.plain_steps
     assert num_trees > 6
 
@@ -75,20 +71,18 @@ def test_an_untrained_draft(family, policy):
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5", "granitemoehybrid"])
 def test_what_is_looked_up(family):
     target, prompt = make_target(family), make_prompt(9)
-    expected = target.generate(prompt, **SETTINGS)
-    oracle, num_lookups = make_oracle(target, expected), 0
+    oracle, num_lookups = oracle_of(target, prompt), 0
     oracle.generation_config.tree_policy = "auto"
     for seed in range(5):
-        with lookups_of(expected, seed):
-            assert torch.equal(target.generate(prompt, assistant_model=oracle, **SETTINGS), expected)
-        num_lookups += oracle.last_generation.lookup_steps
+        with lookups_of(oracle.text, seed):
+            num_lookups += assert_same_text(target, oracle, prompt).lookup_steps
     assert num_lookups > 3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_caches_can_be_continued_from(family):
     target, prompt = make_target(family), make_prompt(9)
-    oracle = make_oracle(target, target.generate(prompt, **SETTINGS))
+    oracle = oracle_of(target, prompt)
     settings = {"max_new_tokens": 11, "do_sample": False, "return_dict_in_generate": True}
     texts, caches = [], []
     for assistant in ({}, {"assistant_model": oracle}):
@@ -150,7 +144,7 @@ class Interrupt(StoppingCriteria):
 def test_an_interrupted_call_leaves_a_cache_to_go_on_from(family):
     """That of the last whole step."""
     target, prompt = make_target(family), make_prompt(9)
-    oracle = make_oracle(target, target.generate(prompt, **SETTINGS))
+    oracle = oracle_of(target, prompt)
     settings = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True}
     for length in range(14, 22, 2):
         first = target.generate(prompt, **settings)
@@ -230,31 +224,20 @@ def test_limited_time_steps_are_refused(family):
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True}, {"eos_token_id": 7, "pad_token_id": 0}])
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5", "qwen3_next", "granitemoehybrid"])
 def test_batches(family, settings):
-    target, batch = make_target(family), make_batch([5, 9])
-
-    def generate(**kwargs):
-        torch.manual_seed(0)
-        return target.generate(**batch, **{**SETTINGS, **settings}, **kwargs)
-
-    expected = generate()
-    oracle = make_oracle(target, expected, padding=1 - batch["attention_mask"].sum(dim=1, keepdim=True) + 8)
-    assert generate(assistant_model=oracle).tolist() == expected.tolist()
+    oracle = assert_an_oracle_gives_the_text(make_target(family), make_batch([5, 9]), **settings)
     assert max(oracle.last_generation.accepted_lengths) >= 2
 
 
 def test_how_much_is_read_again():
     """As long as steps are cut short, more and more: at last without a tree."""
     target, prompt = make_target("qwen3_5"), make_prompt(5)
-    expected = target.generate(prompt, **{**SETTINGS, "max_new_tokens": 80})
-    wrong, lengths = expected.clone(), []
-    wrong[:, 8::4] = 95 - wrong[:, 8::4]
-    oracle = make_oracle(target, wrong)
+    oracle, lengths = oracle_of(target, prompt, max_new_tokens=80), []
+    oracle.text[:, 8::4] = 95 - oracle.text[:, 8::4]
     handle = target.model.embed_tokens.register_forward_hook(
         lambda module, args, output: lengths.append(output.shape[1])
     )
-    actual = target.generate(prompt, assistant_model=oracle, **{**SETTINGS, "max_new_tokens": 80})
+    assert_same_text(target, oracle, prompt, max_new_tokens=80)
     handle.remove()
-    assert actual.tolist() == expected.tolist()
     most = ReplayCache.MOST_REPLAYED
     assert most < max(lengths[1:]) <= most + 2 * 7
     assert 2 < oracle.last_generation.acceptance_length < 4
@@ -294,7 +277,7 @@ def test_states_that_cannot_be_read_again_are_refused():
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5", "falcon_h1"])
 def test_states_beside_static_layers_are_refused(family):
     target, prompt = make_target(family), make_prompt(9)
-    draft = make_oracle(target, target.generate(prompt, **SETTINGS))
+    draft = oracle_of(target, prompt)
     with pytest.raises(ValueError, match="LinearAttention.*Layer layers. Use the default `DynamicCache`"):
         target.generate(prompt, assistant_model=draft, cache_implementation="static", **SETTINGS)
 

@@ -7,7 +7,19 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import FAMILIES, VOCAB_SIZE, each_once, make_batch, make_draft, make_oracle, make_prompt, make_target
+from conftest import (
+    FAMILIES,
+    VOCAB_SIZE,
+    assert_same_text,
+    each_once,
+    generate,
+    make_batch,
+    make_draft,
+    make_oracle,
+    make_prompt,
+    make_target,
+    oracle_of,
+)
 from simulated_graph import SIMULATION, SimulatedGraph
 from test_retired_rows import end_token
 from torch._dynamo.utils import counters
@@ -40,7 +52,7 @@ def compile_config():
 @pytest.fixture(scope="module")
 def oracle(target):
     """Knows the target's greedy continuation of a prompt of 5."""
-    return make_oracle(target, target.generate(PROMPTS[0], max_new_tokens=64, do_sample=False))
+    return oracle_of(target, PROMPTS[0], max_new_tokens=64)
 
 
 @pytest.mark.parametrize(
@@ -51,14 +63,10 @@ def test_every_family_says_what_it_says_without_a_draft(family, settings):
     if family == "llama4" and not CAN_SELECT_HIDDEN_STATES:
         pytest.skip("transformers before 5.23 makes no masks for static caches of Llama 4, with or without a draft")
     draft = make_draft(target, PROMPTS)
-    accepted, settings = [], {"max_new_tokens": 16, "do_sample": False, **settings}
+    accepted = []
     for prompt in PROMPTS:
-        torch.manual_seed(1)
-        expected = target.generate(prompt, **settings)
-        torch.manual_seed(1)
-        actual = target.generate(prompt, assistant_model=draft, **STATIC, **settings)
-        assert torch.equal(actual, expected)
-        accepted += draft.last_generation.accepted_lengths
+        stats = assert_same_text(target, draft, prompt, seed=1, ours=STATIC, max_new_tokens=16, **settings)
+        accepted += stats.accepted_lengths
     assert sum(accepted) > len(accepted)
 
 
@@ -68,12 +76,8 @@ def test_every_family_says_what_it_says_without_a_draft(family, settings):
 def test_batches(family, do_sample):
     target, batch = make_target(family), make_batch([5, 30, 17])
     draft = make_draft(target, [batch["input_ids"][1:2]])
-    settings = {"max_new_tokens": 30, "do_sample": do_sample}
-    torch.manual_seed(3)
-    expected = target.generate(**batch, **settings)
-    torch.manual_seed(3)
-    assert torch.equal(target.generate(**batch, assistant_model=draft, **STATIC, **settings), expected)
-    assert max(draft.last_generation.accepted_lengths) > 1
+    stats = assert_same_text(target, draft, batch, seed=3, ours=STATIC, max_new_tokens=30, do_sample=do_sample)
+    assert max(stats.accepted_lengths) > 1
 
 
 def test_draws_the_trees_of_a_dynamic_cache(target, oracle):
@@ -81,7 +85,7 @@ def test_draws_the_trees_of_a_dynamic_cache(target, oracle):
     lengths = []
     for cache in ({}, STATIC):
         oracle.generator.manual_seed(0)
-        target.generate(PROMPTS[0], assistant_model=oracle, max_new_tokens=64, do_sample=False, **cache)
+        generate(target, PROMPTS[0], assistant_model=oracle, max_new_tokens=64, **cache)
         lengths.append(oracle.last_generation.acceptance_length)
     assert lengths[0] > 3 and abs(lengths[0] - lengths[1]) < 0.5
 
@@ -100,7 +104,7 @@ def test_draws_the_same_trees(target, monkeypatch, batch_size):
     draft.generation_config.tree_depth = 6  # deeper, two paths of this text come within 1e-6 of each other
     for cache in ({}, STATIC):
         trees.append([])
-        target.generate(**batch, assistant_model=draft, max_new_tokens=40, do_sample=False, **cache)
+        generate(target, batch, assistant_model=draft, max_new_tokens=40, **cache)
     whole = [tree for tree in trees[0] if len(tree[0][0]) == 25]
     assert len(whole) > 10 and trees[0][:12] == trees[1][:12]
 
@@ -109,13 +113,8 @@ def test_long_prompts_after_plain_steps(target):
     """What a draft has to catch up with may be longer than any tree."""
     draft = make_draft(target, PROMPTS)
     draft.generation_config.tree_policy = "auto"
-    settings = {"max_new_tokens": 80, "do_sample": False}
-    for prompt in (make_prompt(3), make_prompt(90)):
-        expected = target.generate(prompt, **settings)
-        assert torch.equal(target.generate(prompt, assistant_model=draft, **STATIC, **settings), expected)
-    batch = make_batch([2, 50, 9])
-    expected = target.generate(**batch, **settings)
-    assert torch.equal(target.generate(**batch, assistant_model=draft, **STATIC, **settings), expected)
+    for inputs in (make_prompt(3), make_prompt(90), make_batch([2, 50, 9])):
+        assert_same_text(target, draft, inputs, ours=STATIC, max_new_tokens=80)
 
 
 class DraftsAtFirstAndLate(StaticPolicy):
@@ -141,8 +140,7 @@ def test_rows_that_are_far_apart(monkeypatch):
     known[1] = known[1].roll(7)
     oracle = make_oracle(target, known)
     oracle.generation_config.update(tree_depth=6, branching_factor=1, num_assistant_tokens=6)
-    assert torch.equal(target.generate(**batch, assistant_model=oracle, **STATIC, **settings), expected)
-    assert max(oracle.last_generation.accepted_lengths) > 4
+    assert max(assert_same_text(target, oracle, batch, ours=STATIC, **settings).accepted_lengths) > 4
 
 
 class DraftsLate(StaticPolicy):
@@ -170,8 +168,7 @@ def test_what_a_long_plain_text_leaves_to_read_is_bounded(monkeypatch, target, c
         num_unread.append(len(self.unread))
 
     monkeypatch.setattr(Drafter, "observe", noting)
-    batch, settings = make_batch(lengths), {"max_new_tokens": 60, "do_sample": False}
-    expected = target.generate(**batch, **settings)
+    batch = make_batch(lengths)
     draft = make_draft(target, [batch["input_ids"][:1]])
     draft.generation_config.update(tree_depth=3, branching_factor=2, num_assistant_tokens=5)
     # In the second, what was read ahead is all that has to be: the draft says what it says without a limit.
@@ -181,9 +178,8 @@ def test_what_a_long_plain_text_leaves_to_read_is_bounded(monkeypatch, target, c
         monkeypatch.setattr("hf_eagle3.remote_code.decoding_eagle3.StaticPolicy", policy)
         monkeypatch.setattr(Drafter, "MAX_UNREAD", limit)
         num_unread.clear()
-        assert torch.equal(target.generate(**batch, assistant_model=draft, **cache, **settings), expected)
+        accepted.append(assert_same_text(target, draft, batch, ours=cache, max_new_tokens=60).accepted_lengths)
         assert max(num_unread) == min(limit, num_plain + 1)
-        accepted.append(draft.last_generation.accepted_lengths)
         assert max(accepted[-1]) > 1
     if first == 0:
         assert accepted[1] == accepted[2]
@@ -193,32 +189,23 @@ def test_what_a_long_plain_text_leaves_to_read_is_bounded(monkeypatch, target, c
 def test_a_cache_of_the_callers_own(target, oracle, num_slots):
     """It may have room for no tree, for some, or for all."""
     cache = StaticCache(config=target.config, max_cache_len=num_slots)
-    settings = {"max_new_tokens": 30, "do_sample": False}
-    expected = target.generate(PROMPTS[0], **settings)
     oracle.generation_config.num_assistant_tokens = 12
-    actual = target.generate(PROMPTS[0], assistant_model=oracle, past_key_values=cache, **settings)
-    assert torch.equal(actual, expected)
+    ours = {"past_key_values": cache}
+    assert assert_same_text(target, oracle, PROMPTS[0], ours=ours, max_new_tokens=30).target_forwards < 25
     assert int(cache.get_seq_length()) == 34
-    assert oracle.last_generation.target_forwards < 25
-
-    longer = torch.cat([actual, make_prompt(3)], dim=1)  # another turn, with what is left of the cache
-    if num_slots == 80:
-        expected = target.generate(longer, **settings)
-        actual = target.generate(longer, assistant_model=oracle, past_key_values=cache, **settings)
-        assert torch.equal(actual, expected)
+    if num_slots == 80:  # another turn, with what is left of the cache
+        longer = torch.cat([oracle.text[:, :35], make_prompt(3)], dim=1)
+        assert_same_text(target, oracle, longer, ours=ours, max_new_tokens=30)
 
 
 def test_the_returned_cache_can_be_continued_from(target, oracle):
-    settings = {"max_new_tokens": 20, "do_sample": False}
-    target.generate(PROMPTS[0], max_new_tokens=64, do_sample=False, **STATIC)  # leaves a cache that is large enough
-    first = target.generate(
-        PROMPTS[0], assistant_model=oracle, return_dict_in_generate=True, output_scores=True, **STATIC, **settings
-    )
+    generate(target, PROMPTS[0], max_new_tokens=64, **STATIC)  # leaves a cache that is large enough
+    settings = {"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 20, **STATIC}
+    first = generate(target, PROMPTS[0], assistant_model=oracle, **settings)
     assert len(first.scores) == 20
     longer = torch.cat([first.sequences, make_prompt(1)], dim=1)
-    expected = target.generate(longer, max_new_tokens=3, do_sample=False)
-    actual = target.generate(longer, past_key_values=first.past_key_values, max_new_tokens=3, do_sample=False)
-    assert torch.equal(actual, expected)
+    actual = generate(target, longer, past_key_values=first.past_key_values, max_new_tokens=3)
+    assert torch.equal(actual, generate(target, longer, max_new_tokens=3))
 
 
 @pytest.mark.parametrize(
@@ -229,12 +216,9 @@ def test_the_returned_cache_is_as_large_as_plain_generates(family, max_new_token
     if family == "llama4" and not CAN_SELECT_HIDDEN_STATES:
         pytest.skip("transformers before 5.23 makes no masks for static caches of Llama 4, with or without a draft")
     target, batch = make_target(family), make_batch([5, 12])
-    settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "return_dict_in_generate": True, **STATIC}
-    expected = target.generate(**batch, **settings)
-    padding = (1 - batch["attention_mask"]).sum(dim=1, keepdim=True)
-    actual = target.generate(
-        **batch, **settings, assistant_model=make_oracle(target, expected.sequences, padding=padding)
-    )
+    settings = {"max_new_tokens": max_new_tokens, "return_dict_in_generate": True, **STATIC}
+    expected = generate(target, batch, **settings)
+    actual = generate(target, batch, assistant_model=oracle_of(target, batch, text=expected.sequences), **settings)
     assert type(actual.past_key_values) is type(expected.past_key_values)
     assert actual.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
     for ours, theirs in zip(actual.past_key_values.layers, expected.past_key_values.layers, strict=True):
@@ -274,25 +258,17 @@ def test_nothing_is_compiled_twice(policy):
     draft.generation_config.update(tree_depth=3, branching_factor=2, num_assistant_tokens=5, tree_policy=policy)
     torch._dynamo.reset()
     counters.clear()
-    settings = {"max_new_tokens": 24, "compile_config": compile_config(), **STATIC}
-
-    def generate(prompt, seed=None, **sampling):
-        plain = {"max_new_tokens": settings["max_new_tokens"], "do_sample": seed is not None, **sampling}
-        torch.manual_seed(seed or 0)
-        expected = target.generate(prompt, **plain)
-        torch.manual_seed(seed or 0)
-        actual = target.generate(prompt, assistant_model=draft, **settings | plain)
-        assert torch.equal(actual, expected)
-
-    generate(make_prompt(40))
-    generate(make_prompt(40), seed=1)
+    ours = {"compile_config": compile_config(), **STATIC}
+    assert_same_text(target, draft, make_prompt(40), ours=ours)
+    assert_same_text(target, draft, make_prompt(40), 1, ours, do_sample=True)
     graphs = counters["stats"]["unique_graphs"]
     # A plain step, a verification, a tree and what is kept of it; samples are drafted by a function of their own.
     assert graphs <= 5 and not counters["graph_break"]
     with torch._dynamo.config.patch(error_on_recompile=True):
         for length in (2, 40):
-            generate(make_prompt(length, seed=length))
-            generate(make_prompt(length, seed=length), seed=length, temperature=1 + 1 / length)
+            prompt, sampling = make_prompt(length, seed=length), {"do_sample": True, "temperature": 1 + 1 / length}
+            assert_same_text(target, draft, prompt, ours=ours)
+            assert_same_text(target, draft, prompt, length, ours, **sampling)
     assert counters["stats"]["unique_graphs"] <= 5
     assert policy == "auto" or graphs == 4 and max(draft.last_generation.accepted_lengths) > 1
 
@@ -303,10 +279,8 @@ def test_the_state_after_the_last_layer_is_compiled():
     draft = Eagle3ForSpeculation.from_target(target, eagle_aux_hidden_state_layer_ids=layer_ids).eval()
     draft.generation_config.update(tree_depth=1, branching_factor=2, num_assistant_tokens=2, tree_policy="static")
     counters.clear()
-    settings = {"max_new_tokens": 4, "do_sample": False}
-    expected = target.generate(make_prompt(9), **settings)
-    compiled = {"compile_config": compile_config(), **STATIC}
-    assert torch.equal(target.generate(make_prompt(9), assistant_model=draft, **settings, **compiled), expected)
+    ours = {"compile_config": compile_config(), **STATIC}
+    assert_same_text(target, draft, make_prompt(9), ours=ours, max_new_tokens=4)
     assert counters["stats"]["unique_graphs"] and not counters["graph_break"]
 
 
@@ -376,16 +350,13 @@ def test_a_step_waits_for_the_device_once(waiting_host, target, cache, policy, s
         pytest.skip("plain steps of transformers before 5.23 look at their masks")
     draft, prompt = make_draft(target, PROMPTS), make_prompt(40)
     draft.generation_config.tree_policy = policy
-    settings = {"max_new_tokens": 60, "do_sample": False, **sampling}
-    torch.manual_seed(5)
-    expected, state = target.generate(prompt, **settings), torch.get_rng_state()
-    torch.manual_seed(5)
+    settings = {"seed": 5, "max_new_tokens": 60, **sampling}
+    expected = generate(target, prompt, **settings)
     waiting_host.clear()
-    actual = target.generate(prompt, assistant_model=draft, **cache, **settings)
+    actual = generate(target, prompt, assistant_model=draft, **cache, **settings)
     # Some more before the first step, one of them to know the prompt that may be looked up in.
     assert len(waiting_host) <= draft.last_generation.target_forwards + 13
     assert torch.equal(actual, expected)
-    assert torch.equal(torch.get_rng_state(), state)  # what is sampled next is as it would have been, too
     assert policy == "auto" or max(draft.last_generation.accepted_lengths) > 1
 
 
@@ -395,12 +366,8 @@ def test_walks_at_once_in_batches(waiting_host, target, eos, do_sample):
     draft = make_draft(target, PROMPTS)
     settings = {"max_new_tokens": 50, "do_sample": do_sample, "eos_token_id": eos, "pad_token_id": 0}
     for seed in range(4 if do_sample else 1):
-        torch.manual_seed(seed)
-        expected, state = target.generate(**batch, **settings), torch.get_rng_state()
-        torch.manual_seed(seed)
-        assert torch.equal(target.generate(**batch, assistant_model=draft, **settings), expected)
-        assert torch.equal(torch.get_rng_state(), state)
-    assert max(draft.last_generation.accepted_lengths) > 1
+        stats = assert_same_text(target, draft, batch, seed, **settings)
+    assert max(stats.accepted_lengths) > 1
 
 
 def test_walks_at_once_meet_broken_probabilities(waiting_host, target, draft):
@@ -456,12 +423,7 @@ def test_a_draft_that_is_captured(graphs, kind, rows):
     target, batch = make_target(family), make_batch(lengths)
     draft = make_draft(target, [make_prompt(9)], num_tokens=8)
     draft.generation_config.tree_policy = policy
-    settings = {"max_new_tokens": 40, "do_sample": False, **sampling}
-    torch.manual_seed(5)
-    expected, state = target.generate(**batch, **settings), torch.get_rng_state()
-    torch.manual_seed(5)
-    actual = target.generate(**batch, assistant_model=draft, **settings, **cache)
-    assert torch.equal(actual, expected) and torch.equal(torch.get_rng_state(), state)
+    assert_same_text(target, draft, batch, seed=5, ours=cache, max_new_tokens=40, **sampling)
     if policy == "static":
         is_chain = family == "qwen3_5"  # shorter ones may be drafted there: they are not captured
         assert sum(graph.num_replays for graph in graphs) > 5 or is_chain
@@ -476,24 +438,22 @@ def test_the_next_call_takes_the_graph_of_the_last_one(graphs, target):
         [make_prompt(9), make_prompt(11, seed=1), make_prompt(9).repeat(2, 1)],
     )
     draft.generation_config.tree_policy = "static"
-    settings, numbers = {"max_new_tokens": 24, "do_sample": False}, []
+    numbers = []
     for prompt in (*prompts, prompts[1], prompts[2]):
-        expected = target.generate(prompt, **settings)
-        assert torch.equal(target.generate(prompt, assistant_model=draft, **settings), expected)
+        assert_same_text(target, draft, prompt)
         numbers.append(len(graphs))
     assert numbers == [1, 1, 2, 2, 2]  # one for each number of rows
-    torch.manual_seed(0)
-    target.generate(prompts[0], assistant_model=draft, max_new_tokens=24, do_sample=True, top_k=20)
+    generate(target, prompts[0], assistant_model=draft, do_sample=True, top_k=20)
     assert len(graphs) == 3  # this one takes noise, too
     for number in (4, 4):
-        target.generate(prompts[0], assistant_model=draft, **settings)
+        generate(target, prompts[0], assistant_model=draft)
         assert len(graphs) == number
     draft.set_output_embeddings(copy.deepcopy(draft.get_output_embeddings()))
-    target.generate(prompts[0], assistant_model=draft, **settings)
+    generate(target, prompts[0], assistant_model=draft)
     assert len(graphs) == 5  # the weights are elsewhere
     handle = draft.layers[0].register_forward_hook(lambda *_: None)
     for number in (6, 7):
-        target.generate(prompts[0], assistant_model=draft, **settings)
+        generate(target, prompts[0], assistant_model=draft)
         assert len(graphs) == number  # a hook may do anything, and is no part of a graph
     handle.remove()
 
@@ -510,7 +470,7 @@ def test_graphs_that_are_not_kept(graphs, target, monkeypatch, what):
         weight = draft.norm.weight.detach().as_subclass(type("Quantized", (torch.Tensor,), {}))
         draft.norm.weight = torch.nn.Parameter(weight, requires_grad=False)
     for number in (1, 2):
-        target.generate(prompt, assistant_model=draft, max_new_tokens=24, do_sample=False)
+        generate(target, prompt, assistant_model=draft)
         assert len(graphs) == number
 
 
@@ -519,7 +479,7 @@ def test_the_smallest_of_many_graphs_is_dropped(graphs, target, monkeypatch):
     draft, numbers = make_draft(target, PROMPTS), []
     draft.generation_config.tree_policy = "static"
     for num_rows in (2, 3, 1, 4, 3, 4):
-        target.generate(make_prompt(9).repeat(num_rows, 1), assistant_model=draft, max_new_tokens=24, do_sample=False)
+        generate(target, make_prompt(9).repeat(num_rows, 1), assistant_model=draft)
         numbers.append(len(graphs))
     assert numbers == [1, 2, 3, 4, 4, 4]
 
@@ -532,41 +492,30 @@ def test_static_trees_of_eagle_are_not_captured(graphs, target):
 def test_calls_at_the_same_time_do_not_share_a_graph(graphs, target):
     draft, prompt = make_draft(target, PROMPTS), make_prompt(9)
     draft.generation_config.tree_policy = "static"
-    expected = target.generate(prompt, max_new_tokens=24, do_sample=False)
-
-    def generate():
-        return target.generate(prompt, assistant_model=draft, max_new_tokens=24, do_sample=False)
-
-    generate()
+    assert_same_text(target, draft, prompt)
     propose, texts, proposed = Drafter.propose, [], []
 
     def propose_beside_another_call(self, *args):
         proposed.append(self)
         if len(proposed) == 3:
-            texts.append(generate())
+            texts.append(generate(target, prompt, assistant_model=draft))
         return propose(self, *args)
 
     with mock.patch.object(Drafter, "propose", propose_beside_another_call):
-        texts.append(generate())
-    assert len(texts) == 2 and all(torch.equal(text, expected) for text in texts)
+        texts.append(generate(target, prompt, assistant_model=draft))
+    assert [text.tolist() for text in texts] == [generate(target, prompt).tolist()] * 2
     assert len(graphs) == 2  # one of them found none
 
 
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "top_k": 20}], ids=["greedy", "sampling"])
 def test_rows_that_leave_do_not_make_new_graphs(graphs, target, sampling):
     batch = make_batch([5, 40, 17, 9, 25, 13, 8, 30], seed=3)
-    settings = {"do_sample": False, "pad_token_id": 0, **sampling, "max_new_tokens": 48}
-    torch.manual_seed(1)
-    text = target.generate(**batch, **settings)
-    settings["eos_token_id"] = end_token(batch, text)
+    settings = {"seed": 1, "pad_token_id": 0, **sampling, "max_new_tokens": 48}
+    settings["eos_token_id"] = end_token(batch, generate(target, batch, **settings))
     draft = make_draft(target, [batch["input_ids"]])
     draft.generation_config.tree_policy, draft.generation_config.output_steps = "static", True
     for _ in range(2):
-        torch.manual_seed(1)
-        expected = target.generate(**batch, **settings)
-        torch.manual_seed(1)
-        assert torch.equal(target.generate(**batch, assistant_model=draft, **settings), expected)
-        assert len({len(step.rows) for step in draft.last_generation.steps}) > 3
+        assert len({len(step.rows) for step in assert_same_text(target, draft, batch, **settings).steps}) > 3
     assert {len(graph.inputs[0]) for graph in graphs} <= {8, 4, 2, 1}
     assert len(graphs) <= 4
 
@@ -574,11 +523,9 @@ def test_rows_that_leave_do_not_make_new_graphs(graphs, target, sampling):
 def test_a_captured_draft_beside_short_lookups(graphs, target):
     draft, prompt = make_draft(target, PROMPTS), make_prompt(6).repeat(1, 6)  # repeats itself
     draft.generation_config.tree_policy = "auto"
-    settings = {"max_new_tokens": 60, "do_sample": False}
-    expected = target.generate(prompt, **settings)
     for num_tokens in (1, 10, 24):
-        settings["prompt_lookup_num_tokens"] = num_tokens
-        assert torch.equal(target.generate(prompt, assistant_model=draft, **settings), expected)
+        ours = {"prompt_lookup_num_tokens": num_tokens}
+        assert_same_text(target, draft, prompt, ours=ours, max_new_tokens=60)
 
 
 def test_a_capture_that_fails(monkeypatch, graphs, target, caplog):
@@ -586,11 +533,9 @@ def test_a_capture_that_fails(monkeypatch, graphs, target, caplog):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(SimulatedGraph, "__init__", fail)
-    draft, prompt = make_draft(target, PROMPTS), make_prompt(40)
-    expected = target.generate(prompt, max_new_tokens=30, do_sample=False)
+    draft = make_draft(target, PROMPTS)
     for _ in range(2):
-        actual = target.generate(prompt, assistant_model=draft, max_new_tokens=30, do_sample=False)
-        assert torch.equal(actual, expected)
+        assert_same_text(target, draft, make_prompt(40))
     assert SimulatedGraph.has_failed
 
 
@@ -609,9 +554,7 @@ def test_a_tree_is_compiled_for_its_own_shape():
     target = make_target("llama", num_hidden_layers=2)
     draft, config = make_draft(target, PROMPTS), CompileConfig(backend=backend, mode=None)
     config._compile_all_devices = True
-    settings = {"max_new_tokens": 20, "do_sample": False, **STATIC, "compile_config": config}
-    expected = target.generate(PROMPTS[0], **settings)  # one token a step
-    assert torch.equal(target.generate(PROMPTS[0], assistant_model=draft, **settings), expected)
+    assert_same_text(target, draft, PROMPTS[0], max_new_tokens=20, compile_config=config, **STATIC)
     names = {str(name() if callable(name) else name) for each in numbers for name in each}
     assert len(numbers) == 4  # the target twice, the draft, and what the cache keeps
     assert not any("input_ids" in name or "attention_mask" in name for name in names), names

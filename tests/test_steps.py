@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import make_batch, make_draft, make_oracle, make_prompt, make_target
+from conftest import assert_same_text, generate, make_batch, make_draft, make_prompt, make_target, oracle_of
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
@@ -31,14 +31,10 @@ def check_steps(stats, texts, prompt_length):
 @pytest.mark.parametrize("policy", ["static", "auto"])
 def test_steps_of_one_row(settings, policy):
     target, prompt = make_target("llama"), make_prompt(9)
-    torch.manual_seed(0)
-    text = target.generate(prompt, **SETTINGS, **settings)
-    draft = make_oracle(target, text)
+    draft = oracle_of(target, prompt, **settings)
     draft.generation_config.tree_policy, draft.generation_config.output_steps = policy, True
-    torch.manual_seed(0)
-    assert torch.equal(target.generate(prompt, assistant_model=draft, **SETTINGS, **settings), text)
-    stats = draft.last_generation
-    check_steps(stats, text.tolist(), 9)
+    stats = assert_same_text(target, draft, prompt, **settings)
+    check_steps(stats, draft.text.tolist(), 9)
     assert len(stats.steps) == stats.target_forwards and stats.steps[0].source == "target"
     assert stats.origins()[0] == ("target", 0) and len(stats.origins()) == stats.new_tokens == 24
     if policy == "static":
@@ -77,7 +73,7 @@ def test_padding_is_not_written(settings):
     texts = target.generate(**batch, **SETTINGS, do_sample=False, eos_token_id=eos)
     ends = [min([i + 1 for i, token in enumerate(row) if token in eos], default=24) for row in long[:, 17:].tolist()]
     assert len(set(ends)) > 1
-    draft = make_oracle(target, texts, padding=(1 - batch["attention_mask"]).sum(dim=1, keepdim=True))
+    draft = oracle_of(target, batch, text=texts)
     draft.generation_config.output_steps = True
     output = target.generate(**batch, **SETTINGS, **settings, do_sample=False, eos_token_id=eos, assistant_model=draft)
     assert torch.equal(getattr(output, "sequences", output), texts)
@@ -90,12 +86,10 @@ def test_padding_is_not_written(settings):
 
 def test_looked_up_tokens():
     target, prompt = make_target("llama"), make_prompt(6).repeat(1, 6)
-    text = target.generate(prompt, do_sample=False, **{**SETTINGS, "max_new_tokens": 60})
     draft = make_draft(target, [prompt])
     draft.generation_config.tree_policy, draft.generation_config.output_steps = "auto", True
-    target.generate(prompt, assistant_model=draft, do_sample=False, max_new_tokens=60)
-    check_steps(draft.last_generation, text.tolist(), 36)
-    stats = draft.last_generation
+    stats = assert_same_text(target, draft, prompt, max_new_tokens=60)
+    check_steps(stats, generate(target, prompt, max_new_tokens=60).tolist(), 36)
     assert sum(step.source == "lookup" for step in stats.steps) == stats.lookup_steps
 
 
