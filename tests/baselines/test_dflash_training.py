@@ -10,13 +10,11 @@ from conftest import BLOCK_DRAFTS, VOCAB_SIZE, features_of, make_baseline, make_
 from hf_eagle3.baselines import BASELINES
 from hf_eagle3.baselines.dflash_training import (
     BlockCache,
-    attend_to_blocks,
-    attend_to_text_by_flex,
     draw_rows,
     text_mask,
 )
 from hf_eagle3.training import ttt
-from hf_eagle3.training.attention import padded_length
+from hf_eagle3.training.attention import merged_attention, padded_length
 from hf_eagle3.training.ttt import TTTBatch, draft_loss
 
 
@@ -171,8 +169,9 @@ def test_flex_attention_gives_the_same(is_causal):
     own_keys, own_values = torch.randn(2, batch_size, 2, 12, 16)
     cache = BlockCache(documents, rows, block_size, is_causal)
     cache.update(keys, values, 0)
-    of_text = attend_to_text_by_flex(query, keys, values, text_mask(documents, rows, block_size, 128, 128), 0.3)
-    by_flex = attend_to_blocks(query, own_keys, own_values, *of_text, 0.3, block_size, is_causal)
+    mask = text_mask(documents, rows, block_size, 128, 128)
+    own = tuple(each.unflatten(2, (-1, block_size)) for each in (own_keys, own_values))
+    by_flex = merged_attention(query, keys, values, mask, 0.3, own, is_causal=is_causal)
     torch.testing.assert_close(by_flex, cache.attend(0, query, own_keys, own_values, 0.3))
 
 

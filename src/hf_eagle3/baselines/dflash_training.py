@@ -7,7 +7,6 @@ and masks behind it. The block attends to the text up to `t`, and to itself.
 """
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +15,10 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from ..training.attention import (
     BLOCK_SIZE,
     UnrollCache,
-    attend_by_flex,
     can_compile_flex,
     compiled_flex,
     fits_flex,
+    merged_attention,
     padded_length,
 )
 from ..training.ttt import TTTBatch, counted_rows
@@ -66,8 +65,10 @@ class BlockCache(UnrollCache):
         keys, values = self.text[layer_idx]
         query, key, keys = (each.to(value.dtype) for each in (query, key, keys))  # under autocast they differ
         if self.block_mask is not None and fits_flex(query):
-            of_text = attend_to_text_by_flex(query, keys, values, self.block_mask, scaling, compiled_flex())
-            return attend_to_blocks(query, key, value, *of_text, scaling, self.block_size, self.is_causal)
+            own = tuple(each.unflatten(2, (-1, self.block_size)) for each in (key, value))
+            return merged_attention(
+                query, keys, values, self.block_mask, scaling, own, compiled_flex(), self.is_causal
+            )
         num_blocks = max(BLOCK_SIZE // self.block_size, 1)  # at a time
         num_queries, outputs = num_blocks * self.block_size, []
         parts = zip(*(each.split(num_queries, dim=2) for each in (query, key, value)))
@@ -113,32 +114,11 @@ def block_attention(
     )
 
 
-def attend_to_text_by_flex(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    block_mask: BlockMask,
-    scaling: float,
-    attend: Any = attend_by_flex,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Returns the attention `(B, H, Q, D)` of queries to the keys and values `(B, H_kv, L, D)` of the text, and the logarithms of
-    its sums of exponentials `(B, H, Q)`. `block_mask` is that of [`text_mask`].
-    """
-    num_queries = query.shape[2]
-    lengths = [length - states.shape[2] for length, states in zip(block_mask.shape[-2:], (query, keys))]
-    query, keys, values = (
-        F.pad(states, (0, 0, 0, padding)) for states, padding in zip((query, keys, values), (*lengths, lengths[-1]))
-    )
-    output, log_sums = attend(query, keys, values, block_mask, scaling)
-    return output[:, :, :num_queries], log_sums[:, :, :num_queries]
-
-
 def text_mask(
     documents: torch.Tensor, rows: torch.Tensor, block_size: int, num_queries: int, num_keys: int
 ) -> BlockMask:
     """
-    Returns the mask of [`attend_to_text_by_flex`] for blocks behind `rows` `(B, K)`, padded to numbers of queries and keys. It leaves
+    Returns the mask of [`merged_attention`] for blocks behind `rows` `(B, K)`, padded to numbers of queries and keys. It leaves
     out the keys of the blocks: `create_block_mask` has all entries in memory, and there may be four times as many of these.
     """
     rows = rows.repeat_interleave(block_size, dim=1)
@@ -150,32 +130,3 @@ def text_mask(
         return (rows[batch, query] >= key) & (own_documents[batch, query] == documents[batch, key])
 
     return create_block_mask(is_allowed, len(rows), None, num_queries, num_keys, device=documents.device)
-
-
-def attend_to_blocks(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    text_output: torch.Tensor,
-    log_sums: torch.Tensor,
-    scaling: float,
-    block_size: int,
-    is_causal: bool,
-) -> torch.Tensor:
-    """
-    Adds each block's attention to itself, with its own keys and values `(B, H_kv, Q, D)`, to an attention to the text. Both
-    are weighted by their sums of exponentials. Returns `(B, H, Q, D)`. See [`attend_to_text_by_flex`].
-    """
-    blocks, groups = (-1, block_size), (keys.shape[1], -1)
-    # (B, H_kv, G, K, block_size, ...), and G = 1 for keys and values.
-    query, text_output, log_sums = (
-        each.unflatten(2, blocks).unflatten(1, groups) for each in (query, text_output, log_sums)
-    )
-    keys, values = (each.unflatten(2, blocks).unsqueeze(2) for each in (keys, values))
-    scores = ((query * scaling) @ keys.transpose(-1, -2)).float()
-    if is_causal:
-        after = torch.ones(block_size, block_size, dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(after, -torch.inf)
-    weights = torch.cat([log_sums[..., None], scores], dim=-1).softmax(dim=-1).to(values.dtype)
-    output = text_output * weights[..., :1] + weights[..., 1:] @ values
-    return output.flatten(3, 4).flatten(1, 2)

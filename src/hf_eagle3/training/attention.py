@@ -188,24 +188,33 @@ def merged_attention(
     scaling: float,
     own: tuple[torch.Tensor, ...] = (),
     attend: Callable = attend_by_flex,
+    is_causal: bool = False,
 ) -> torch.Tensor:
     """
-    Computes [`blockwise_attention`] by flex attention (`attend`), with the `block_mask` of [`causal_block_mask`]. It merges a
-    causal attention to the keys of step 0 with the diagonal terms, each weighted by its share of the sum of exponentials.
+    Computes by flex attention (`attend`), with a `block_mask`, how queries `(B, H, Q, D)` attend to the keys and values
+    `(B, H_kv, L, D)` of a text. If `K` blocks of queries also have keys and values of their `own`, `(B, H_kv, K, S, D)`, it merges
+    both, each weighted by its share of the sum of exponentials. `is_causal` lets a query attend only to its block's keys up to
+    its own. Returns `(B, H, Q, D)`.
+
+    With the mask of [`causal_block_mask`], and rows as blocks, this is [`blockwise_attention`].
     """
-    length = query.shape[2]
-    padding = 0, 0, 0, block_mask.shape[-1] - length
-    padded = (F.pad(states, padding) for states in (query, keys, values))
-    output, log_sum = (each[:, :, :length] for each in attend(*padded, block_mask, scaling))
+    num_queries = query.shape[2]
+    lengths = block_mask.shape[-2], block_mask.shape[-1], block_mask.shape[-1]
+    padded = (F.pad(each, (0, 0, 0, length - each.shape[2])) for each, length in zip((query, keys, values), lengths))
+    output, log_sums = (each[:, :, :num_queries] for each in attend(*padded, block_mask, scaling))
     if not own:
         return output
     own_keys, own_values = own
-    grouped = query.unflatten(1, (keys.shape[1], -1)) * scaling  # (B, H_kv, G, L, D)
-    scores = torch.einsum("bhgqd,bhqsd->bhgqs", grouped, own_keys).flatten(1, 2).float()
-    log_sums = torch.cat([log_sum.unsqueeze(-1), scores], dim=-1)  # (B, H, L, 1 + steps)
-    weights, own_weights = log_sums.softmax(dim=-1).to(output.dtype).split([1, scores.shape[-1]], dim=-1)
-    own_weights = own_weights.unflatten(1, grouped.shape[1:3])  # (B, H_kv, G, L, steps)
-    return output * weights + torch.einsum("bhgqs,bhqsd->bhgqd", own_weights, own_values).flatten(1, 2)
+    heads, blocks = (keys.shape[1], -1), (own_keys.shape[2], -1)
+    # (B, H_kv, G, K, Q / K, ...)
+    query, output, log_sums = (each.unflatten(2, blocks).unflatten(1, heads) for each in (query, output, log_sums))
+    scores = torch.einsum("bhgkqd,bhksd->bhgkqs", query * scaling, own_keys).float()
+    if is_causal:
+        after = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(after, -torch.inf)
+    weights = torch.cat([log_sums[..., None], scores], dim=-1).softmax(dim=-1).to(output.dtype)
+    output = output * weights[..., :1] + torch.einsum("bhgkqs,bhksd->bhgkqd", weights[..., 1:], own_values)
+    return output.flatten(3, 4).flatten(1, 2)
 
 
 def causal_block_mask(documents: torch.Tensor, length: int | None = None) -> BlockMask:
