@@ -13,7 +13,7 @@ from trainers import CHATS, TEXTS, make_trainer
 from transformers import TrainerCallback
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3TrainingArguments
-from hf_eagle3.data import documents_of_row, prompt_of
+from hf_eagle3.data.prompts import documents_of_row, prompt_of
 from hf_eagle3.training.console import shown
 from hf_eagle3.training.evaluation import check_best_metric
 from hf_eagle3.training.record import training_record

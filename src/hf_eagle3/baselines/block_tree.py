@@ -7,25 +7,18 @@ from ..remote_code.tree_eagle3 import Candidates, DraftTree, Plan, best_tokens, 
 
 
 def grow_block_tree(
-    root_tokens: torch.Tensor,
-    scores: torch.Tensor,
-    token_ids: torch.Tensor | None,
+    root_tokens: torch.Tensor,  # (B, 1)
+    scores: torch.Tensor,  # (B, D, V): logits of the tokens at each depth
+    token_ids: torch.Tensor | None,  # (V,): the target's ids of the draft vocabulary, if it differs
     plan: Plan,
-    threshold: float = 0.0,
+    threshold: float = 0.0,  # less probable paths are left out
 ) -> DraftTree:
     """
     Returns the most probable paths, where the probability of a path is the product of its tokens' (DDTree,
     https://huggingface.co/papers/2604.12989). JetSpec (https://huggingface.co/papers/2606.18394) scores paths the same
     way; its code calls it `accum_logp`. No other tree with as many nodes has a larger sum of probabilities.
 
-    Args:
-        root_tokens (`torch.LongTensor` of shape `(B, 1)`): The roots of the trees.
-        scores (`torch.FloatTensor` of shape `(B, D, V)`): Logits of the tokens at each depth.
-        token_ids (`torch.LongTensor` of shape `(V,)`, *optional*): Target ids of the draft vocabulary. By default all.
-        plan (`Plan`):
-            The largest tree. Each node has at most `branching_factor` children. Its prices make the tree smaller where the
-            draft is unsure. Depth costs nothing, so the price of a level is ignored.
-        threshold (`float`, *optional*, defaults to 0): Less probable paths are left out.
+    The plan's prices make the tree smaller where the draft is unsure. Depth costs nothing, so the price of a level is ignored.
     """
     batch_size, depth, vocab_size = scores.shape
     width, most = min(plan.branching_factor, vocab_size), plan.num_nodes

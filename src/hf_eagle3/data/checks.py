@@ -103,16 +103,8 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 def check_positions(dataset: Dataset | IterableDataset, num_positions: int, max_length: int | None, name: str) -> None:
     """
-    Checks that no row has more tokens than the target's table of positions has entries.
-
-    Args:
-        dataset (`Dataset` or `IterableDataset`): With `input_ids`.
-        num_positions (`int`): The size of the table.
-        max_length (`int`, *optional*): Rows are cut, split or dropped beyond it.
-        name (`str`): `"train"` or `"eval"`, for messages.
-
-    Raises:
-        ValueError: if a row has more, or a row of a stream may have more.
+    Raises `ValueError` if a row has more tokens than the target's table of positions has entries, or a row of a stream may have
+    more. Rows are cut, split or dropped beyond `max_length`.
     """
     if max_length is not None and max_length <= num_positions:
         return
@@ -180,20 +172,11 @@ def report_long_rows(
     dataset: Dataset | IterableDataset, max_length: int | None, fate: str, name: str
 ) -> Dataset | IterableDataset:
     """
-    Logs a warning if tokenized rows are longer than `max_length`: how many, and what happens to their tokens. Without a
-    `max_length` it warns of rows that take very long.
+    Logs a warning if tokenized rows are longer than `max_length`: how many, and what happens to their tokens (their `fate`).
+    Without a `max_length` it warns of rows that take very long.
 
-    The rows of a stream are not known in advance. There the warning comes at the first long row, the tenth, the hundredth,
+    The rows of a stream are not known in advance. The stream that is returned warns at the first long row, the tenth, the hundredth,
     and so on.
-
-    Args:
-        dataset (`Dataset` or `IterableDataset`): With `input_ids`.
-        max_length (`int`, *optional*): Rows are cut, split or dropped beyond it. `None` keeps them whole.
-        fate (`str`): What happens to the tokens beyond it, for the message.
-        name (`str`): `"train"` or `"eval"`, for messages.
-
-    Returns:
-        The data set, unchanged, or the stream with the warning built in.
     """
     if max_length is None and isinstance(dataset, Dataset):
         longest = row_lengths(dataset).max()
@@ -222,15 +205,8 @@ def drop_cut_images(
     dataset: Dataset | IterableDataset, max_length: int | None, name: str
 ) -> Dataset | IterableDataset:
     """
-    Drops rows that `max_length` would cut before the end of their last image, and logs a warning with their number.
-
-    Args:
-        dataset (`Dataset` or `IterableDataset`): With `image_end` if it has images.
-        max_length (`int`, *optional*): Rows are cut beyond it.
-        name (`str`): `"train"` or `"eval"`, for messages.
-
-    Raises:
-        ValueError: if no row is left.
+    Drops rows that `max_length` would cut before the end of their last image, and logs a warning with their number. Raises
+    `ValueError` if no row is left.
     """
     if max_length is None or "image_end" not in get_dataset_column_names(dataset):
         return dataset

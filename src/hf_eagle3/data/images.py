@@ -29,12 +29,7 @@ SECONDS = 60  # that a server of images may be silent
 
 
 def sees_images(config: PreTrainedConfig) -> bool:
-    """
-    Returns whether a target reads images beside its text.
-
-    Args:
-        config (`PreTrainedConfig`): The target's configuration.
-    """
+    """Returns whether a target with this configuration reads images beside its text."""
     return getattr(config, "vision_config", None) is not None
 
 
@@ -163,15 +158,9 @@ class ImageReader:
 
     def expand(self, text: str, images: list[Any]) -> Expansion:
         """
-        Returns what the processor writes in place of a text's images.
-
-        Args:
-            text (`str`): A text with the processor's `image_token` for each image.
-            images (`list`): The images; see [`load`].
-
-        Raises:
-            RowError: if an image cannot be loaded, or there are more or fewer of them than the text has places for. A target counts
-                the places in a whole batch, so a text without images must have none.
+        Returns what the processor writes in place of the images of a text, which has its `image_token` for each. Raises `RowError`
+        if an image cannot be loaded, or there are more or fewer of them than the text has places for. A target counts the places
+        in a whole batch, so a text without images must have none.
         """
         token: Any = getattr(self.processor, "image_token", None)
         name = type(self.processor).__name__
@@ -204,15 +193,8 @@ class ImageReader:
 
     def inputs(self, rows: list[dict[str, Any]], length: int, padding_side: str = "right") -> dict[str, torch.Tensor]:
         """
-        Returns what the target reads beside the tokens, for `B` encoded rows: pixels, positions of patches, kinds of tokens.
-
-        Args:
-            rows (`list[dict]`): Rows with `input_ids`, `image_text` and `image_data`.
-            length (`int`): The number of tokens `L` in the batch. Longer rows are cut.
-            padding_side (`str`, *optional*, defaults to `"right"`): Where shorter rows are padded.
-
-        Returns:
-            `dict[str, torch.Tensor]`: All outputs of the processor. Those with an entry for each token are `(B, L)`.
+        Returns all that the processor makes of `B` encoded rows, and the target reads beside the tokens: pixels, positions of
+        patches, kinds of tokens. What has an entry for each token is `(B, length)`. Longer rows are cut.
         """
         places = [place for place, row in enumerate(rows) if row.get("image_text")]
         if not places:
@@ -248,13 +230,7 @@ class ImageReader:
 
 
 class ImageCollator:
-    """
-    Collates rows with another collator, and adds what the target reads of their images, with `image_input_` before each name.
-
-    Args:
-        collator (`Callable`): The other collator.
-        images ([`ImageReader`]): The reader.
-    """
+    """Collates rows with another collator, and adds what the target reads of their images, with `image_input_` before each name."""
 
     def __init__(self, collator: Any, images: ImageReader):
         self.collator, self.images = collator, images

@@ -8,13 +8,8 @@ from ..remote_code.target_eagle3 import position_limits
 
 def documents_of_row(row: dict[str, list[int]]) -> list[dict[str, list[int]]]:
     """
-    Returns the documents that are packed in a row, or the row itself if nothing is packed.
-
-    Args:
-        row (`dict[str, list[int]]`): `input_ids`, and optionally `labels` and `seq_lengths`.
-
-    Returns:
-        `list[dict[str, list[int]]]`: `input_ids` and `labels` of each. Without labels every token is learned.
+    Returns the `input_ids` and `labels` of each document that is packed in a row, or of the row itself if nothing is packed.
+    Without labels every token is learned.
     """
     documents, start = [], 0
     for length in row.get("seq_lengths") or [len(row["input_ids"])]:
@@ -27,11 +22,8 @@ def documents_of_row(row: dict[str, list[int]]) -> list[dict[str, list[int]]]:
 
 def prompt_of(document: dict[str, list[int]], image_end: int = 0) -> torch.Tensor:
     """
-    Returns a prompt `(1, L)`: the tokens before the first learned one, or else the first half of the document.
-
-    Args:
-        document (`dict[str, list[int]]`): See [`documents_of_row`].
-        image_end (`int`, *optional*, defaults to 0): The number of tokens up to the end of the last image. All are in the prompt.
+    Returns a prompt `(1, L)`: the tokens of a document before the first learned one, or else its first half. The `image_end` tokens
+    up to the end of its last image are all in the prompt.
     """
     tokens, learned = document["input_ids"], [label != -100 for label in document["labels"]]
     has_prompt = learned[:1] == [False] and True in learned[image_end:]

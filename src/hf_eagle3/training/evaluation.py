@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from datasets import Dataset, IterableDataset
 
-from ..data import ImageReader, documents_of_row, prompt_of
+from ..data.images import ImageReader
+from ..data.prompts import documents_of_row, prompt_of
 from ..remote_code.draft_model_eagle3 import DraftModel
 from ..remote_code.target_eagle3 import device_of, is_sharded
 from ..tokenizer import padded_inputs

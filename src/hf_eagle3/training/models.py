@@ -17,7 +17,7 @@ from transformers import (
 from transformers.utils import logging
 
 from ..checkpoints import target_class
-from ..data import sees_images
+from ..data.images import sees_images
 from ..making import FORMS, check_not_offloaded
 from ..remote_code.draft_model_eagle3 import DraftModel
 from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation

@@ -12,26 +12,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl.data_utils import get_dataset_column_names
 
-from ..data import (
-    ImageReader,
-    RowEncoder,
+from ..data.checks import (
     check_chat_template,
     check_positions,
-    count_tokens,
-    coverage,
     drop_cut_images,
-    encode_rows,
+    first_row,
     kind_of_data,
-    most_frequent_tokens,
     plain_rows,
+    report_dropped,
     report_long_rows,
-    sees_images,
 )
-from ..data.checks import first_row, report_dropped
-from ..data.encoded import split_documents, taught_pieces, taught_within
-from ..data.images import without_images
+from ..data.encoded import encode_rows, split_documents, taught_pieces, taught_within
+from ..data.encoding import RowEncoder
+from ..data.images import ImageReader, sees_images, without_images
 from ..data.messages import CONVERSATIONS
 from ..data.rows import MASKS
+from ..data.vocabulary import count_tokens, coverage, most_frequent_tokens
 from ..remote_code.draft_model_eagle3 import DraftModel
 from ..tokenizer import padding_token, read_template
 from .arguments import Eagle3TrainingArguments

@@ -18,10 +18,11 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, SaveStr
 from trl.data_utils import get_dataset_column_names
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from ..data import ImageCollator, ImageReader, num_positions, shows_images
+from ..data import ImageReader, num_positions, shows_images
 from ..data.answers import locked
 from ..data.checks import check_prepared, first_row, report_dropped, row_lengths
 from ..data.encoded import read_whole
+from ..data.images import ImageCollator
 from ..environment import warn_of_slow_bfloat16
 from ..hub import repo_name
 from ..remote_code.configuration_eagle3 import Eagle3Config
