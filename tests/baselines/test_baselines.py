@@ -1,6 +1,5 @@
 """Drafts of other methods: what they propose is what they were trained to, and the text is the target's."""
 
-import copy
 import itertools
 import json
 from pathlib import Path
@@ -12,17 +11,19 @@ from conftest import (
     BLOCK_DRAFTS,
     FAMILIES,
     VOCAB_SIZE,
+    assert_same_text,
     features_of,
+    generate,
     make_baseline,
     make_batch,
     make_prompt,
     make_target,
     run_in_two_processes,
 )
-from datasets import Dataset
+from trainers import TEXTS, make_trainer
 from transformers import AutoModel
 
-from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
+from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.baselines import BASELINES, best_static_tree, measure_accuracies
 from hf_eagle3.baselines.static_tree import grow_static_tree, part_of_tree
 from hf_eagle3.checkpoints import describe_engines
@@ -39,7 +40,6 @@ BY_LEVEL = [method for method in BASELINES if method not in BLOCK_DRAFTS]
 METHODS = [*BY_LEVEL, "eagle-2", "p-eagle"]
 ALL_METHODS = [*METHODS, *BLOCK_DRAFTS]
 DEPTH = 4
-TEXTS = Dataset.from_dict({"text": [f"the {i} of {i * 7}, and so on to {i * i} in the end" for i in range(40)]})
 
 
 def unroll_of(draft, batch, steps):
@@ -176,28 +176,22 @@ CALLS = [("static", [12, 5, 17]), ("auto", [9])]
 def test_the_text_is_that_of_plain_generate(method, kind, policy, lengths):
     target = make_target("llama")
     draft = make_baseline(method, target)
-    draft.generation_config.tree_policy, batch = policy, make_batch(lengths)
-    settings = {"do_sample": False, "max_new_tokens": 16, "eos_token_id": [7], "pad_token_id": 0, **SETTINGS[kind]}
-    texts = []
-    for call in ({}, {"assistant_model": draft}):
-        torch.manual_seed(3)
-        output = target.generate(**batch, **settings, **call)
-        texts.append((getattr(output, "sequences", output).tolist(), torch.get_rng_state().tolist()))
-    assert texts[0] == texts[1]
+    draft.generation_config.tree_policy = policy
+    assert_same_text(
+        target, draft, make_batch(lengths), 3, max_new_tokens=16, eos_token_id=[7], pad_token_id=0, **SETTINGS[kind]
+    )
 
 
 @pytest.mark.parametrize("method", ALL_METHODS)
 def test_small_vocabularies_and_half_precision(method):
-    batch, settings = make_batch([12, 5]), {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
-    target = make_target("llama")
+    target, batch = make_target("llama"), make_batch([12, 5])
     draft = make_baseline(method, target, draft_token_ids=torch.arange(3, VOCAB_SIZE, 2))
     tree = propose(target, draft, batch["input_ids"][:1], Plan("draft", DEPTH, 12, 3))
     assert set(tree.tokens[0, 1:].tolist()) <= set(range(3, VOCAB_SIZE, 2))
-    expected = target.generate(**batch, **settings)
-    assert torch.equal(target.generate(**batch, **settings, assistant_model=draft), expected)
+    assert_same_text(target, draft, batch)
     # Rounding may turn ties; a draft of the target's dtype is read and asked all the same.
     target, draft = make_target("llama").bfloat16(), draft.bfloat16()
-    target.generate(**batch, **settings, assistant_model=draft)
+    generate(target, batch, assistant_model=draft)
     assert draft.last_generation.target_forwards > 1
 
 
@@ -210,11 +204,8 @@ def test_small_vocabularies_and_half_precision(method):
     ],
 )
 def test_other_families(family, method):
-    target, batch = make_target(family), make_batch([9, 20])
-    draft = make_baseline(method, target)
-    settings = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
-    expected = target.generate(**batch, **settings)
-    assert torch.equal(target.generate(**batch, **settings, assistant_model=draft), expected)
+    target = make_target(family)
+    assert_same_text(target, make_baseline(method, target), make_batch([9, 20]))
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -266,35 +257,20 @@ def test_losses_are_those_of_the_papers(method):
     assert torch.equal(noisy, outputs.loss_sums) == (method in ("medusa", "hydra"))
 
 
-def make_trainer(tmp_path, tokenizer, method, dataset=TEXTS, **arguments):
+def make_method_trainer(tmp_path, tokenizer, method, dataset=TEXTS, **arguments):
     target = make_target("llama")
     if method == "p-eagle":
         draft, training = None, {"draft_form": "p-eagle", "ttt_steps": 3, "ttt_warmup": 0.0}
     else:
         torch.manual_seed(0)
         draft, training = BASELINES[method].make_draft(target), BASELINES[method].training
-    args = Eagle3TrainingArguments(
-        str(tmp_path),
-        **{
-            "learning_rate": 1e-2,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "use_cpu": True,
-            "bf16": False,
-            "per_device_train_batch_size": 4,
-            "warmup_steps": 0,
-            "max_steps": 12,
-            **training,
-            **arguments,
-        },
-    )
-    return Eagle3Trainer(draft, target, args, train_dataset=dataset, processing_class=copy.deepcopy(tokenizer))
+    arguments = {"max_steps": 12, **training, **arguments}
+    return make_trainer(tmp_path, tokenizer, draft, dataset, target, **arguments)
 
 
 @pytest.mark.parametrize("method", [*BASELINES, "p-eagle"])
 def test_training_saving_and_loading(tmp_path, tokenizer, method):
-    trainer = make_trainer(tmp_path, tokenizer, method, packing=True, max_length=64)
+    trainer = make_method_trainer(tmp_path, tokenizer, method, packing=True, max_length=64)
     draft = trainer.draft
     before = {name: value.clone() for name, value in draft.named_parameters()}
     trainer.train()
@@ -312,11 +288,7 @@ def test_training_saving_and_loading(tmp_path, tokenizer, method):
         again = draft_to_train(loaded, trainer.target_model, trainer.args)
         trained = {name for name, weight in again.named_parameters() if weight.requires_grad}
         assert before.keys() - trained == frozen
-    target, prompt = trainer.target_model, make_prompt(9)
-    settings = {"max_new_tokens": 12, "do_sample": False}
-    assert torch.equal(
-        target.generate(prompt, **settings, assistant_model=loaded), target.generate(prompt, **settings)
-    )
+    assert_same_text(trainer.target_model, loaded, make_prompt(9), max_new_tokens=12)
     if method in BY_LEVEL:
         with pytest.raises(ValueError, match="not of EAGLE-3. Load it by `AutoModel"):
             Eagle3ForSpeculation.from_pretrained(tmp_path / "draft")
@@ -328,9 +300,10 @@ def test_training_saving_and_loading(tmp_path, tokenizer, method):
 
 @pytest.mark.parametrize("method", ["medusa", "hass", "dflash"])
 def test_stored_features_train_the_same_draft(tmp_path, tokenizer, method):
-    store = make_trainer(tmp_path / "a", tokenizer, method).extract_features(tmp_path / "features")
+    store = make_method_trainer(tmp_path / "a", tokenizer, method).extract_features(tmp_path / "features")
     online, offline = (
-        make_trainer(tmp_path / name, tokenizer, method, dataset=data) for name, data in (("b", TEXTS), ("c", store))
+        make_method_trainer(tmp_path / name, tokenizer, method, dataset=data)
+        for name, data in (("b", TEXTS), ("c", store))
     )
     for trainer in (online, offline):
         torch.manual_seed(0)  # of HASS's noise, and of DFlash's places
@@ -342,10 +315,10 @@ def test_stored_features_train_the_same_draft(tmp_path, tokenizer, method):
 @pytest.mark.parametrize("method", ["hydra", "jetspec"])
 def test_a_training_goes_on(tmp_path, tokenizer, method):
     arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    whole = make_trainer(tmp_path / "whole", tokenizer, method, **arguments)
+    whole = make_method_trainer(tmp_path / "whole", tokenizer, method, **arguments)
     whole.train()
-    make_trainer(tmp_path / "parts", tokenizer, method, **arguments).train()
-    resumed = make_trainer(tmp_path / "parts", tokenizer, method, **arguments)
+    make_method_trainer(tmp_path / "parts", tokenizer, method, **arguments).train()
+    resumed = make_method_trainer(tmp_path / "parts", tokenizer, method, **arguments)
     resumed.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-2"))
     assert resumed.state.global_step == 4 and not list((tmp_path / "parts").rglob("README.md"))
     for (name, ours), (_, theirs) in zip(whole.draft.named_parameters(), resumed.draft.named_parameters()):
@@ -353,7 +326,7 @@ def test_a_training_goes_on(tmp_path, tokenizer, method):
 
 
 def test_the_loss_of_drawn_blocks_is_a_mean(tmp_path, tokenizer):
-    trainer = make_trainer(tmp_path, tokenizer, "dflash", num_eval_prompts=1, eval_max_new_tokens=4)
+    trainer = make_method_trainer(tmp_path, tokenizer, "dflash", num_eval_prompts=1, eval_max_new_tokens=4)
     metrics = trainer.evaluate(trainer.train_dataset)
     again = trainer.evaluate(trainer.train_dataset)
     assert metrics["eval_acceptance_length"] >= 1 and metrics["eval_loss"] == again["eval_loss"]
@@ -380,11 +353,10 @@ def test_fresh_drafts_say_what_the_target_says(family):
 
 @pytest.mark.parametrize("method", ["hydra", "eagle"])
 def test_every_head_loses_tokens(method):
-    target, prompt = make_target("llama"), make_prompt(6)
+    target = make_target("llama")
     draft = BASELINES[method].draft_class.from_target(target)
     draft.trim_draft_vocabulary(range(3, 50))
-    text = target.generate(prompt, assistant_model=draft, max_new_tokens=20, do_sample=False)
-    assert torch.equal(text, target.generate(prompt, max_new_tokens=20, do_sample=False))
+    assert_same_text(target, draft, make_prompt(6))
     heads = [module for name, module in draft.named_modules() if name.endswith("lm_head")]
     assert {head.out_features for head in heads} == {47} == {len(head.weight) for head in heads}
 
@@ -407,7 +379,7 @@ def test_what_other_methods_have_not():
 
 @pytest.mark.parametrize(("method", "most"), [("medusa", 5), ("eagle", 1), ("hass", 3), ("dflash", 15)])
 def test_too_many_steps_are_refused(tmp_path, tokenizer, method, most):
-    trainer = make_trainer(tmp_path, tokenizer, method, ttt_steps=most + 1)
+    trainer = make_method_trainer(tmp_path, tokenizer, method, ttt_steps=most + 1)
     with pytest.raises(ValueError, match=f"at most {most} steps deep, not {most + 1}"):
         trainer.train()
 
@@ -415,7 +387,7 @@ def test_too_many_steps_are_refused(tmp_path, tokenizer, method, most):
 @pytest.mark.parametrize("name, value", [("ttt_row_share", 0.5), ("sampled_vocab_size", 8)])
 def test_settings_of_a_loss_that_a_method_does_not_have(tmp_path, tokenizer, name, value):
     with pytest.raises(ValueError, match=f"^{name} would have no effect on the training of a Eagle"):
-        make_trainer(tmp_path, tokenizer, "eagle", **{name: value})
+        make_method_trainer(tmp_path, tokenizer, "eagle", **{name: value})
 
 
 def test_settings_of_a_block_draft_s_loss(tmp_path, tokenizer, monkeypatch):
@@ -423,12 +395,12 @@ def test_settings_of_a_block_draft_s_loss(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(ttt, "LEAST_PROBABILITY", 0.5)  # few of so small a vocabulary
     losses = []
     for settings in ({}, {"sampled_vocab_size": 8}):
-        trainer = make_trainer(tmp_path, tokenizer, "dflash", max_steps=1, **settings)
+        trainer = make_method_trainer(tmp_path, tokenizer, "dflash", max_steps=1, **settings)
         trainer.train()
         losses.append(trainer.state.log_history[0]["loss"])
     assert len(set(losses)) == 2
     with pytest.raises(ValueError, match="^ttt_row_share would have no effect on the training of a DFlash"):
-        make_trainer(tmp_path, tokenizer, "dflash", ttt_row_share=0.5)
+        make_method_trainer(tmp_path, tokenizer, "dflash", ttt_row_share=0.5)
 
 
 def test_parallel_drafts():
@@ -458,11 +430,11 @@ def test_what_cards_and_engines_say_of_a_parallel_draft():
 
 
 def test_a_parallel_draft_reads_once_a_step(monkeypatch):
-    target, prompt = make_target("llama"), make_prompt(9)
+    target = make_target("llama")
     draft, calls = make_baseline("p-eagle", target), []
     draft.generation_config.tree_policy = "static"
     draft.register_forward_hook(lambda *args: calls.append(1))
-    target.generate(prompt, max_new_tokens=20, do_sample=False, assistant_model=draft)
+    generate(target, make_prompt(9), assistant_model=draft)
     num_drafted = draft.last_generation.target_forwards - 1 - draft.last_generation.plain_steps
     assert len(calls) == 1 + num_drafted  # the first one reads the prompt
 
@@ -512,7 +484,7 @@ def train_two(folder, tokenizer, batch_size):
     """Their losses, a list for each."""
     losses = []
     for method in ("hydra", "eagle", "dflash"):
-        trainer = make_trainer(folder, tokenizer, method, per_device_train_batch_size=batch_size, max_steps=2)
+        trainer = make_method_trainer(folder, tokenizer, method, per_device_train_batch_size=batch_size, max_steps=2)
         # What is drawn at random is not the same in each process.
         trainer.draft.NOISE, trainer.draft.BLOCK_SHARE = 0.0, 1.0
         trainer.train()

@@ -15,7 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, ProcessorMixin
 from trl.chat_template_utils import qwen3_chat_template
 
-from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
+from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer
 from hf_eagle3.tokenizer import load_tokenizer, padding_token, read_template
 from hf_eagle3.training import ttt
 from hf_eagle3.training.models import load_target
@@ -137,25 +137,10 @@ def test_packed_documents_give_the_losses_of_separate_ones(tokenizer, tmp_path, 
     for packing in (False, True):
         target = make_target(family)
         torch.manual_seed(0)
-        trainer = Eagle3Trainer(
-            model=Eagle3ForSpeculation.from_target(target),
-            target_model=target,
-            args=Eagle3TrainingArguments(
-                str(tmp_path),
-                packing=packing,
-                max_length=40,
-                ttt_warmup=0,
-                per_device_train_batch_size=8,
-                use_cpu=True,
-                bf16=False,
-                report_to="none",
-                max_steps=1,
-                logging_steps=1,
-                save_strategy="no",
-            ),
-            train_dataset=Dataset.from_dict(texts),
-            processing_class=copy.deepcopy(tokenizer),
-        )
+        draft, dataset = Eagle3ForSpeculation.from_target(target), Dataset.from_dict(texts)
+        arguments = {"packing": packing, "max_length": 40, "ttt_warmup": 0, "max_steps": 1}
+        arguments["per_device_train_batch_size"] = 8
+        trainer = trainers.make_trainer(tmp_path, tokenizer, draft, dataset, target, **arguments)
         batch = next(iter(trainer.get_train_dataloader()))
         assert batch["input_ids"].shape[0] == (3 if packing else 7)
         trainer.train()
@@ -411,14 +396,9 @@ def test_positions_beyond_a_table(tokenizer, tmp_path):
     """Are refused before training, and not decoded in it."""
 
     def make(length, **arguments):
-        settings = {"max_steps": 2, "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}
-        return Eagle3Trainer(
-            model=None,
-            target_model=make_gpt2(num_positions=32),
-            args=Eagle3TrainingArguments(str(tmp_path), ttt_steps=2, **settings, **arguments),
-            train_dataset=Dataset.from_list([{"input_ids": [5, 6, 7, 8] * (length // 4)}] * 2),
-            processing_class=copy.deepcopy(tokenizer),
-        )
+        dataset = Dataset.from_list([{"input_ids": [5, 6, 7, 8] * (length // 4)}] * 2)
+        arguments |= {"max_steps": 2, "ttt_steps": 2, "eval_max_new_tokens": 64}  # more than there are positions for
+        return trainers.make_trainer(tmp_path, tokenizer, None, dataset, make_gpt2(num_positions=32), **arguments)
 
     with pytest.raises(ValueError, match="table of 32 positions, but 2 of 2 rows .*Pass `max_length=32`"):
         make(80, max_length=100)

@@ -9,8 +9,8 @@ from contextlib import nullcontext
 import huggingface_hub
 import pytest
 import torch
+import trainers
 from conftest import make_baseline, make_draft, make_prompt, make_target
-from datasets import Dataset
 from hub.test_card import BENCHMARK, TRAINING
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import LocalEntryNotFoundError
@@ -18,7 +18,7 @@ from loopback_hub import VALIDATES_CARDS_HERE
 from peft import LoraConfig
 from transformers import AutoModel
 
-from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
+from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints import export
 from hf_eagle3.evaluation import BenchmarkResults
 from hf_eagle3.hub import push_draft, refresh_card, repo_name
@@ -283,23 +283,9 @@ def test_a_broken_record_is_named(hub, draft, tmp_path, name, content):
 def make_trainer(tmp_path, tokenizer, model=None, peft_config=None, target_name="big/Model-8B", **settings):
     target = make_target("llama")
     target.config._name_or_path = target_name
-    settings = {"max_steps": 2, "save_strategy": "no", **settings}
-    return Eagle3Trainer(
-        model=model,
-        target_model=target,
-        args=Eagle3TrainingArguments(
-            str(tmp_path / "run"),
-            push_to_hub=True,
-            hub_token="hf_secret",
-            bf16=False,
-            use_cpu=True,
-            report_to="none",
-            **settings,
-        ),
-        train_dataset=Dataset.from_dict({"text": ["what is 3 and the end a b c d"] * 16}),
-        processing_class=tokenizer,
-        peft_config=peft_config,
-    )
+    settings = {"max_steps": 2, "per_device_train_batch_size": 8, **settings}
+    settings |= {"push_to_hub": True, "hub_token": "hf_secret", "peft_config": peft_config}
+    return trainers.make_trainer(tmp_path / "run", tokenizer, model, target=target, **settings)
 
 
 def test_trainer(hub, tokenizer, tmp_path):

@@ -3,6 +3,7 @@
 import json
 import logging
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -254,10 +255,8 @@ def test_texts_of_a_function(tmp_path):
     def text_of(row):
         return f"a.{token}.{row['messages'][0]['content']}"
 
-    target, _ = make(qwen3_vl, 0)
-    args = Eagle3TrainingArguments(str(tmp_path), report_to="none", use_cpu=True, bf16=False)
-    kwargs = {"train_dataset": rows().select([0]), "processing_class": make_processor(qwen3_vl)}
-    trainer = Eagle3Trainer(None, target, args, formatting_func=text_of, **kwargs)
+    arguments = {"dataset": rows().select([0]), "trainer_class": partial(Eagle3Trainer, formatting_func=text_of)}
+    trainer = make_vision_trainer(tmp_path, template=UNMARKED_TEMPLATE, **arguments)
     assert trainer.train_dataset[0]["image_end"] == 6
     assert trainer.data_collator([trainer.train_dataset[0]])[IMAGE_INPUT + "pixel_values"].shape == (16, 96)
 

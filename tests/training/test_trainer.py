@@ -8,13 +8,14 @@ import sys
 import weakref
 from concurrent.futures import Future
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
 import transformers
-from conftest import make_prompt, make_target
+from conftest import assert_same_text, generate, make_prompt, make_target
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from trainers import CHATS, TEXTS, losses, make_trainer
@@ -181,7 +182,6 @@ def test_a_share_of_the_rows(tmp_path, tokenizer):
 
 def test_collators_of_callers(tmp_path, tokenizer):
     """Are used if they learn what the rows say."""
-    arguments = {"use_cpu": True, "bf16": False, "report_to": "none", "max_steps": 1, "assistant_only_loss": True}
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
 
@@ -212,10 +212,9 @@ def test_collators_of_callers(tmp_path, tokenizer):
         ),
         (lambda examples: {"ids": examples}, 1, r"returns only \['ids'\], but must"),
     ):
-        args = Eagle3TrainingArguments(str(tmp_path), per_device_train_batch_size=batch_size, **arguments)
-        trainer = Eagle3Trainer(
-            None, make_target("llama"), args, train_dataset=CHATS, processing_class=tokenizer, data_collator=collator
-        )
+        arguments = {"trainer_class": partial(Eagle3Trainer, data_collator=collator), "assistant_only_loss": True}
+        arguments["per_device_train_batch_size"] = batch_size
+        trainer = make_trainer(tmp_path, tokenizer, dataset=CHATS, max_steps=1, **arguments)
         with nullcontext() if problem is None else pytest.raises(ValueError, match=problem):
             trainer.train()
 
@@ -227,13 +226,9 @@ def test_training_that_learns_nothing_says_so(tmp_path, tokenizer, caplog):
         batch = default_data_collator(examples)
         return {**batch, "labels": torch.full_like(batch["labels"], -100)}
 
-    arguments = {"use_cpu": True, "bf16": False, "report_to": "none", "max_steps": 2, "logging_steps": 1}
-    args = Eagle3TrainingArguments(str(tmp_path), per_device_train_batch_size=1, **arguments)
-    rows = TEXTS.select(range(4))
-    trainer = Eagle3Trainer(
-        None, make_target("llama"), args, train_dataset=rows, processing_class=tokenizer, data_collator=masking
-    )
-    trainer.train()
+    trainer_class = partial(Eagle3Trainer, data_collator=masking)
+    arguments = {"per_device_train_batch_size": 1, "max_steps": 2}
+    make_trainer(tmp_path, tokenizer, trainer_class=trainer_class, **arguments).train()
     assert caplog.text.count("No token of the last steps is learned, so the loss is 0") == 2
 
 
@@ -281,15 +276,10 @@ def test_checkpoints_are_drafts(tmp_path, tokenizer):
     checkpoint = tmp_path / "checkpoint-2"
     draft = AutoModel.from_pretrained(checkpoint, trust_remote_code=True)
     assert all(torch.equal(value, draft.state_dict()[name]) for name, value in trainer.draft.state_dict().items())
-    prompt = make_prompt(10)
-    expected = target.generate(prompt, max_new_tokens=16, do_sample=False)
-    assert torch.equal(target.generate(prompt, max_new_tokens=16, do_sample=False, assistant_model=draft), expected)
     assert draft.generation_config.assistant_confidence_threshold == 0.02
     assert "model_type" not in json.loads((checkpoint / "config.json").read_text())
-    # The draft in hand generates too, though the trainer wraps its forward.
-    assert torch.equal(
-        target.generate(prompt, max_new_tokens=16, do_sample=False, assistant_model=trainer.draft), expected
-    )
+    for each in (draft, trainer.draft):  # the draft in hand generates too, though the trainer wraps its forward
+        assert_same_text(target, each, make_prompt(10), max_new_tokens=16)
 
 
 def test_accumulation_gives_the_same_trajectory(tmp_path, tokenizer):
@@ -342,9 +332,7 @@ def test_a_trained_draft_can_be_pickled(tmp_path, tokenizer, bf16):
     trainer.train()
     draft, inputs = trainer.draft.eval(), torch.tensor([[3, 4, 5]])
     copied, target = pickle.loads(pickle.dumps(draft)), make_target("llama")
-    texts = [
-        target.generate(inputs, assistant_model=each, max_new_tokens=8, do_sample=False) for each in (draft, copied)
-    ]
+    texts = [generate(target, inputs, assistant_model=each) for each in (draft, copied)]
     assert torch.equal(*texts)
 
 
@@ -450,17 +438,12 @@ def test_a_table_in_a_notebook_has_few_columns(tmp_path, tokenizer, monkeypatch)
 @pytest.mark.parametrize("is_class", [False, True])
 def test_an_optimizer_of_the_caller_s(tmp_path, tokenizer, is_class):
     draft = Eagle3ForSpeculation.from_target(target := make_target("llama"))
-    trainer = Eagle3Trainer(
-        model=draft,
-        target_model=target,
-        args=make_trainer(tmp_path, tokenizer).args,
-        train_dataset=TEXTS,
-        processing_class=tokenizer,
-        **(
-            {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.3})}
-            if is_class
-            else {"optimizers": (torch.optim.SGD(draft.parameters(), lr=0.3), None)}
-        ),
+    if is_class:
+        optimizer = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.3})}
+    else:
+        optimizer = {"optimizers": (torch.optim.SGD(draft.parameters(), lr=0.3), None)}
+    trainer = make_trainer(
+        tmp_path, tokenizer, draft, target=target, trainer_class=partial(Eagle3Trainer, **optimizer)
     )
     trainer.train()
     arguments = training_record(trainer)["arguments"]
