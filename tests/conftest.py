@@ -33,6 +33,7 @@ from transformers import (  # noqa: E402
     CONFIG_MAPPING,
     AttentionInterface,
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     PreTrainedTokenizerFast,
 )
@@ -367,6 +368,13 @@ def assert_same_text(target, draft, inputs, seed: int = 0, ours=None, **settings
     actual, expected = (getattr(output, "sequences", output) for output in (actual, expected))
     assert actual.tolist() == expected.tolist() and torch.equal(torch.get_rng_state(), state)
     return draft.last_generation
+
+
+def assert_not_loaded(folder, reason, error=ValueError, **kwargs):
+    """Neither our class nor `AutoModel` takes a checkpoint."""
+    for loader in (Eagle3ForSpeculation, AutoModel):
+        with pytest.raises(error, match=reason):
+            loader.from_pretrained(folder, **kwargs)
 
 
 @pytest.fixture

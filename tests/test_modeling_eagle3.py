@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import FAMILIES, VOCAB_SIZE, make_baseline, make_prompt, make_target
+from conftest import FAMILIES, VOCAB_SIZE, assert_same_text, make_baseline, make_prompt, make_target
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -301,12 +301,8 @@ def test_a_trimmed_draft_vocabulary(tmp_path, target, draft_token_ids, has_own_h
     draft = randomize(Eagle3ForSpeculation.from_target(target, draft_token_ids=draft_token_ids))
     if not has_own_head:  # the checkpoint has none, and the target's serves
         draft.save_pretrained(tmp_path / "whole")
-        weights = load_file(tmp_path / "whole" / "model.safetensors")
-        del weights["lm_head.weight"]
-        save_file(weights, tmp_path / "whole" / "model.safetensors", {"format": "pt"})
-        config = json.loads((tmp_path / "whole" / "config.json").read_text())
-        del config["weights_digest"]
-        (tmp_path / "whole" / "config.json").write_text(json.dumps(config))
+        edit(tmp_path / "whole", lambda tensors: tensors.pop("lm_head.weight"))
+        edit_json(tmp_path / "whole" / "config.json", lambda config: config.pop("weights_digest"))
         draft = Eagle3ForSpeculation.from_pretrained(tmp_path / "whole")
         draft.borrow_embeddings(target)
     input_ids, aux = make_inputs(draft)
@@ -652,10 +648,8 @@ def test_tensor_of_another_shape_is_refused(tmp_path, target):
 def test_embedding_of_a_checkpoint_that_does_not_announce_it(tmp_path, target):
     draft = Eagle3ForSpeculation.from_target(target, has_own_embed_tokens=True)
     draft.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
     for name in ("has_own_embed_tokens", "auto_map", "config_digest"):  # as others write it
-        del config[name]
-    (tmp_path / "config.json").write_text(json.dumps(config))
+        edit_json(tmp_path / "config.json", lambda config, name=name: config.pop(name))
     loaded = Eagle3ForSpeculation.from_pretrained(tmp_path, output_hidden_states=True, output_attentions=True)
     assert torch.equal(loaded.embed_tokens.weight, target.get_input_embeddings().weight)
     assert loaded.config.output_attentions and loaded.config.output_hidden_states
@@ -677,9 +671,7 @@ def test_a_table_of_its_own_in_another_dtype():
     target = make_target("llama")
     draft = Eagle3ForSpeculation.from_target(target, has_own_embed_tokens=True).eval()
     draft.embed_tokens.double()
-    settings = {"max_new_tokens": 8, "do_sample": False}
-    expected = target.generate(make_prompt(5), **settings)
-    assert torch.equal(target.generate(make_prompt(5), assistant_model=draft, **settings), expected)
+    assert_same_text(target, draft, make_prompt(5))
 
 
 def test_norms_keep_the_dtype_under_autocast(monkeypatch):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_baseline, make_draft, make_prompt, make_target
+from conftest import assert_same_text, make_baseline, make_draft, make_prompt, make_target
 from huggingface_hub import HfApi
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
@@ -61,11 +61,7 @@ def test_of_other_formats(tmp_path, to):
     assert AutoConfig.from_pretrained(tmp_path / to).to_dict() == {**loaded.config.to_dict(), "dtype": None}
     _, info = AutoModel.from_pretrained(tmp_path / to, output_loading_info=True)
     assert info["format"] == to
-    settings = {"max_new_tokens": 12, "do_sample": False}
-    prompt = make_prompt(9)
-    output = target.generate(prompt, assistant_model=loaded, tree_policy="static", **settings)
-    assert output.equal(target.generate(prompt, **settings))
-    assert loaded.last_generation.acceptance_length > 1
+    assert assert_same_text(target, loaded, make_prompt(9), ours={"tree_policy": "static"}).acceptance_length > 1
 
 
 def test_by_name_of_the_hub(tmp_path, hub):

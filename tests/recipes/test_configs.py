@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 import yaml
-from conftest import RECIPES, ROOT, make_prompt, make_target
+from conftest import RECIPES, ROOT, assert_same_text, make_prompt, make_target
 from test_multimodal_generation import gemma4, llama4
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -191,8 +191,7 @@ def test_steps_on_a_tiny_model_of_the_same_class(name, tmp_path, tokenizer, monk
     run_recipe("train.py", *common)
     target = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32).eval()
     draft = Eagle3ForSpeculation.from_pretrained(tmp_path / "draft")
-    prompt, settings = make_prompt(12), {"max_new_tokens": 12, "do_sample": False}
-    assert torch.equal(target.generate(prompt, assistant_model=draft, **settings), target.generate(prompt, **settings))
+    assert_same_text(target, draft, make_prompt(12))
     history = json.loads((tmp_path / "draft" / "checkpoint-2" / "trainer_state.json").read_text())
     assert history["global_step"] == 2
 

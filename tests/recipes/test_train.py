@@ -21,7 +21,15 @@ import datasets
 import pytest
 import torch
 from accelerate import PartialState
-from conftest import RECIPES, accelerate_launch, load_script, make_prompt, make_target, run_in_two_processes
+from conftest import (
+    RECIPES,
+    accelerate_launch,
+    assert_same_text,
+    load_script,
+    make_prompt,
+    make_target,
+    run_in_two_processes,
+)
 from datasets import Dataset, DatasetDict, IterableDatasetDict
 from filelock import FileLock
 from forked import run_forked
@@ -120,9 +128,7 @@ def test_the_draft_that_comes_out(files, evaluated_run, whole_run):
     target = AutoModelForCausalLM.from_pretrained(files / "target")
     draft = Eagle3ForSpeculation.from_pretrained(files / "whole")
     assert draft.config.draft_vocab_size == 32
-    settings = {"max_new_tokens": 12, "do_sample": False}
-    prompt = make_prompt(9)
-    assert target.generate(prompt, assistant_model=draft, **settings).equal(target.generate(prompt, **settings))
+    assert_same_text(target, draft, make_prompt(9))
 
 
 def test_a_killed_run_goes_on_to_the_same_losses(files, whole_run, tmp_path):
@@ -254,8 +260,7 @@ def test_arguments_of_a_file_and_an_adapter(files, whole_run, tmp_path, run_reci
     before = {name: weight.clone() for name, weight in draft.state_dict().items()}
     adapter = PeftModel.from_pretrained(draft, tmp_path / "adapter").eval()
     target = AutoModelForCausalLM.from_pretrained(files / "target")
-    prompt, settings = make_prompt(9), {"max_new_tokens": 12, "do_sample": False}
-    assert target.generate(prompt, assistant_model=adapter, **settings).equal(target.generate(prompt, **settings))
+    assert_same_text(target, adapter, make_prompt(9))
     loaded = AutoModel.from_pretrained(tmp_path / "adapter", trust_remote_code=True)  # by transformers' own means
     assert loaded._hf_peft_config_loaded
     with pytest.raises(ValueError, match="an adapter beside its weights"):

@@ -10,9 +10,10 @@ import pytest
 import torch
 import trainers
 from accelerate import PartialState
-from conftest import CONVOLUTIONAL, FAMILIES, RECURRENT, make_prompt, make_target
+from conftest import CONVOLUTIONAL, FAMILIES, RECURRENT, assert_same_text, make_prompt, make_target
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from trainers import losses
 from transformers import DataCollatorForSeq2Seq
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer
@@ -29,11 +30,6 @@ def make_trainer(tmp_path, tokenizer, target, dataset=TEXTS, eval_dataset=None, 
     return trainers.make_trainer(
         tmp_path, tokenizer, dataset=dataset, target=target, eval_dataset=eval_dataset, **arguments
     )
-
-
-def losses(trainer):
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 STATEFUL = [*CONVOLUTIONAL, *RECURRENT]
@@ -405,6 +401,4 @@ def test_a_fresh_draft_of_features_generates(tmp_path, tokenizer):
     trainer.train()
     trainer.save_model(tmp_path / "draft")
     draft = Eagle3ForSpeculation.from_pretrained(tmp_path / "draft")
-    prompt = make_prompt(9)
-    settings = {"max_new_tokens": 12, "do_sample": False}
-    assert torch.equal(target.generate(prompt, assistant_model=draft, **settings), target.generate(prompt, **settings))
+    assert_same_text(target, draft, make_prompt(9))
