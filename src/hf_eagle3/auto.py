@@ -95,10 +95,8 @@ def draft_config(
     """
     Returns what `AutoConfig.from_pretrained` returns for a draft: [`Eagle3Config`], or [`DFlashConfig`] for a block draft
     whose own code is not trusted. `None` if the checkpoint is not a draft. `config` is what transformers read, if it could.
-    What it could not may be `speculators`', which says what it is. Otherwise the tensors tell.
-
-    Raises:
-        ValueError: if the draft is of an unsupported kind, has no `config.json`, or is broken.
+    What it could not may be `speculators`', which says what it is. Otherwise the tensors tell. Raises `ValueError` if the draft is
+    of an unsupported kind, has no `config.json`, or is broken.
     """
     if gguf_file is not None:
         return None

@@ -118,10 +118,7 @@ def unknown_flags(given: Iterable[str], options: Collection[str]) -> list[str]:
 class ScriptParser(argparse.ArgumentParser):
     """
     The command line of a script. For an unknown flag it suggests a similar one. `--batch-size` is `--batch_size`, as in transformers'
-    scripts.
-
-    Args:
-        description (`str`, *optional*): The script's docstring, which the help shows as it is.
+    scripts. The `description` is the script's docstring, which the help shows as it is.
     """
 
     def __init__(self, description: str | None = None):

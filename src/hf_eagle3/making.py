@@ -95,10 +95,8 @@ def set_draft_vocabulary(
 ) -> None:
     """
     Replaces a draft's vocabulary, and its `lm_head` with the target's rows for these tokens, times the factor of the target's
-    logits. If the target's head has another width, the new `lm_head` is random. Without ids all rows are taken.
-
-    Raises:
-        ValueError: if there are no ids, or the target's head has no row for one of them.
+    logits. If the target's head has another width, the new `lm_head` is random. Without ids all rows are taken. Raises
+    `ValueError` if there are no ids, or the target's head has no row for one of them.
     """
     own, vocab_size = draft.get_output_embeddings(), draft.config.vocab_size
     device, dtype = own.weight.device, own.weight.dtype
@@ -167,10 +165,7 @@ def trim_draft_vocabulary(draft: "DraftModel", draft_token_ids: Sequence[int] | 
     """
     Removes tokens from a draft's vocabulary. The others keep their trained rows of `lm_head`, and so their logits. The idea is
     FR-Spec's (https://huggingface.co/papers/2502.14856, section 3): a small head takes less time, and a target seldom writes
-    rare tokens.
-
-    Raises:
-        ValueError: if there are no ids, or the draft's vocabulary lacks one of them.
+    rare tokens. Raises `ValueError` if there are no ids, or the draft's vocabulary lacks one of them.
     """
     token_ids = ascending(draft_token_ids)
     known = draft.draft_token_ids
@@ -266,10 +261,7 @@ def borrow_head(draft: "DraftModel", target: PreTrainedModel) -> None:
 def pair_with(draft: "DraftModel", target: PreTrainedModel) -> None:
     """
     Stores in a draft's configuration which target it is for. Some formats do not say it, and vLLM requires it. How tokens
-    are proposed stays as it is, if the draft says it.
-
-    Raises:
-        ValueError: see [`~Eagle3ForSpeculation.validate_target`].
+    are proposed stays as it is, if the draft says it. Raises what [`~Eagle3ForSpeculation.validate_target`] raises.
     """
     draft.validate_target(target)
     draft.config.eagle_aux_hidden_state_layer_ids = draft.resolve_aux_layer_ids(target)

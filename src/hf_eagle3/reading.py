@@ -42,12 +42,8 @@ def read_draft(
     `read(path, *args, **kwargs)` is `from_pretrained` of transformers. `path` is a folder or Hub id, or `None` if there are no
     files.
 
-    Returns:
-        `tuple[DraftModel, dict, dict | None]`: The draft; transformers' report, with the `format` and what was `renamed`,
-        `ignored` and `assumed` if it is in another format; and the content of its `config.json` if it is in ours.
-
-    Raises:
-        ValueError: see [`~draft_model_eagle3.DraftModel.from_pretrained`].
+    Returns the draft; transformers' report, with the `format` and what was `renamed`, `ignored` and `assumed` if it is in another
+    format; and the content of its `config.json` if it is in ours. For errors see [`~draft_model_eagle3.DraftModel.from_pretrained`].
     """
     source, variant, adapter = str(path), kwargs.get("variant"), kwargs.get("adapter_kwargs") or {}
     report: dict[str, Any] = {}

@@ -250,14 +250,11 @@ class PromptEncoder:
         """
         Checks that the chat template writes messages of all roles, tool calls, texts beside these, reasoning, tools and
         documents. Many templates silently leave out what they do not know. `text` is what [`~PromptEncoder.render`] makes
-        of the messages.
+        of the messages. Raises `ValueError` if the template leaves something out.
 
         In a prompt (`add_generation_prompt`), the assistant's turns may be shortened, because the target is asked like that.
 
         Returns whether the template leaves out something of an earlier turn (reasoning, usually) that it writes in the last one.
-
-        Raises:
-            ValueError: if the template leaves something out.
         """
         cuts_earlier = False
         for number, message in enumerate(messages):

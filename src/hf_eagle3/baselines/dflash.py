@@ -334,14 +334,7 @@ class DFlashForSpeculation(BaselineDraft):
         return self.hidden_norm(self.fc(aux))
 
     def read_context(self, hidden_states: torch.Tensor, position_ids: torch.Tensor, cache: Any) -> None:
-        """
-        Adds the keys and values of context to a cache.
-
-        Args:
-            hidden_states (`torch.FloatTensor` of shape `(B, C, hidden_size)`): [`combine_hidden_states`] of the target's.
-            position_ids (`torch.LongTensor` of shape `(B, C)`): Their positions.
-            cache (`Cache`): Extended in place.
-        """
+        """Adds the keys and values of context to a cache: of [`combine_hidden_states`] `(B, C, hidden_size)` at positions `(B, C)`."""
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
         layers: Any = self.layers
         for layer in layers:
@@ -349,13 +342,8 @@ class DFlashForSpeculation(BaselineDraft):
 
     def masks(self, visible: torch.Tensor, distances: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """
-        Additive masks by layer type.
-
-        Args:
-            visible (`torch.BoolTensor` of shape `(B, K)`): Which keys are filled.
-            distances (`torch.LongTensor` of shape `(B or 1, Q, K)`):
-                How far keys are before the block's tokens. The first of these is the known one.
-            dtype (`torch.dtype`): The masks' dtype.
+        Additive masks by layer type, given which keys are filled, `(B, K)`, and how far keys are before the block's tokens,
+        `(B or 1, Q, K)`. The first of these is the known one.
         """
         layer_config, masks = self.config.transformer_layer_config, {}
         for layer_type in set(layer_config.layer_types):

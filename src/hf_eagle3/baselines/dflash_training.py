@@ -79,10 +79,10 @@ class BlockCache(UnrollCache):
 
 
 def block_attention(
-    query: torch.Tensor,
-    own_keys: torch.Tensor,
+    query: torch.Tensor,  # (B, H, Q, D)
+    own_keys: torch.Tensor,  # (B, H_kv, Q, D): those of the blocks
     own_values: torch.Tensor,
-    keys: torch.Tensor,
+    keys: torch.Tensor,  # (B, H_kv, L, D): those of the text
     values: torch.Tensor,
     documents: torch.Tensor,
     rows: torch.Tensor,
@@ -91,13 +91,8 @@ def block_attention(
     is_causal: bool,
 ) -> torch.Tensor:
     """
-    Returns the attention of `K` blocks to the text and to themselves, `(B, H, Q, D)`, where `Q = K * block_size`.
-
-    Args:
-        query (`torch.FloatTensor` of shape `(B, H, Q, D)`): The queries.
-        own_keys, own_values (`torch.FloatTensor` of shape `(B, H_kv, Q, D)`): Those of the blocks.
-        keys, values (`torch.FloatTensor` of shape `(B, H_kv, L, D)`): Those of the text.
-        documents, rows, scaling, block_size, is_causal: See [`BlockCache`].
+    Returns the attention of `K` blocks to the text and to themselves, `(B, H, Q, D)`, where `Q = K * block_size`. For the other
+    arguments see [`BlockCache`].
     """
     of_text = documents.gather(1, rows)[..., None] == documents[:, None]
     of_text &= rows[..., None] >= torch.arange(documents.shape[1], device=rows.device)  # (B, K, L)

@@ -87,15 +87,8 @@ class MedusaForSpeculation(BaselineDraft):
 
     def inputs_after(self, hidden_states: torch.Tensor, tokens: torch.Tensor, embedding: nn.Embedding) -> torch.Tensor:
         """
-        Returns the input of the next head for the children of some nodes.
-
-        Args:
-            hidden_states (`torch.FloatTensor` of shape `(B, K, m)`): The inputs of the head before at these nodes.
-            tokens (`torch.LongTensor` of shape `(B, K)`): The tokens of these nodes.
-            embedding (`nn.Embedding`): The target's embedding.
-
-        Returns:
-            `torch.FloatTensor` of shape `(B, K, n)`, or `(B, 1, n)` if it is the same for all nodes.
+        Returns the input of the next head for the children of some nodes, `(B, K, n)`, or `(B, 1, n)` if it is the same for all. These
+        have `tokens` `(B, K)`, and were the `hidden_states` `(B, K, m)` for the head before. `embedding` is the target's.
         """
         return hidden_states[:, :1]
 

@@ -61,18 +61,10 @@ def bar_of_rows(output: "Output") -> tqdm:
 class Output:
     """
     A folder of JSON Lines files, one for each process, with one finished row a line. `load_dataset(folder)` reads it. Rows
-    that cannot be answered are listed in hidden files, so that no later run tries them again.
+    that cannot be answered are listed in hidden files, so that no later run tries them again. The first process must open the
+    folder before the others. `drops_cut_answers` leaves out rows with an answer that was cut for its length.
 
-    Args:
-        folder (`str` or `Path`): A new folder, or that of an earlier run with the same settings.
-        settings (`dict`): What the rows are made with.
-        process_index (`int`, *optional*, defaults to 0):
-            The process that writes. The first process must open the folder before the others.
-        drops_cut_answers (`bool`, *optional*, defaults to `False`):
-            Whether to leave out rows with an answer that was cut for its length.
-
-    Raises:
-        ValueError: if the folder was made with other settings, or holds something else, or another run writes there.
+    Raises `ValueError` if the folder was made with other `settings`, or holds something else, or another run writes there.
     """
 
     def __init__(self, folder: str | Path, settings: dict, process_index: int = 0, drops_cut_answers: bool = False):
@@ -237,10 +229,8 @@ def drop_unfinished_line(path: Path) -> None:
 def push_dataset(folder: str | Path, repo_id: str, private: bool | None = None) -> CommitInfo:
     """
     Pushes the rows of an [`Output`] to a data set on the Hub (`<owner>/<name>`, made if it does not exist), in one commit,
-    with a card. An existing card stays, but new columns are added to it.
-
-    Raises:
-        ValueError: if there are no rows, or the data set has rows that were made with other settings.
+    with a card. An existing card stays, but new columns are added to it. Raises `ValueError` if there are no rows, or the data set has
+    rows that were made with other settings.
     """
     folder, api = Path(folder), HfApi()
     settings = without_paths(read_json(folder / SETTINGS))

@@ -16,10 +16,8 @@ KEPT_ROLES = {"system", "user", "assistant"}
 class Conversation:
     """
     A row that is being answered: its turns so far, and the messages between the answers that are still missing. The row's own
-    arguments for the chat template take precedence. `features` are those of the data set.
-
-    Raises:
-        RowError: if there is nothing to answer, or a message that depends on an original answer (`tool`).
+    arguments for the chat template take precedence. `features` are those of the data set. Raises `RowError` if there is nothing to
+    answer, or a message that depends on an original answer (`tool`).
     """
 
     def __init__(

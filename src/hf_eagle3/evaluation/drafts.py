@@ -23,17 +23,10 @@ CODE_HELP = "The code that the draft runs: the installed hf-eagle3, or the code 
 
 def load_draft(name: str, code: str = "installed", **kwargs: Any) -> Any:
     """
-    Loads a draft, in evaluation mode: an EAGLE-3 draft of any format, a block draft, or another of `hf_eagle3.baselines`.
-
-    Args:
-        name (`str`): A folder or a Hub id.
-        code (`str`, *optional*, defaults to `"installed"`):
-            `installed` runs the installed hf-eagle3. `saved` runs the code that was saved with the draft, as
-            `AutoModel.from_pretrained(name, trust_remote_code=True)` does.
-        kwargs (*optional*): For `from_pretrained`. With `output_loading_info=True` it returns that, too.
-
-    Raises:
-        ValueError: if it is not a draft, or no code of a draft was saved with it.
+    Loads a draft (a folder or Hub id), in evaluation mode: an EAGLE-3 draft of any format, a block draft, or another of
+    `hf_eagle3.baselines`. The `code` is that of the installed hf-eagle3, or `"saved"`: what was saved with the draft, as
+    `AutoModel.from_pretrained(name, trust_remote_code=True)` runs it. `kwargs` are those of `from_pretrained`. With
+    `output_loading_info=True` it returns that, too. Raises `ValueError` if it is not a draft, or no code of a draft was saved.
     """
     hub_kwargs = {argument: kwargs[argument] for argument in HUB_ARGUMENTS if argument in kwargs}
     if code == "installed":

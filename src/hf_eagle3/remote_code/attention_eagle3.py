@@ -97,10 +97,10 @@ PACKED_HEADS = PackedHeads()
 def packed_attention(
     sdpa: Callable,
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
+    query: torch.Tensor,  # (B, num_heads, N, head_dim): those of the nodes
+    key: torch.Tensor,  # (B, num_key_value_heads, K, head_dim): those of the past and the nodes
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,  # (B or 1, 1, N, K)
     *args: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -108,12 +108,6 @@ def packed_attention(
     transformers' `sdpa`, but in forwards over trees query heads that share keys attend as one head with more queries. If there
     are several queries under a mask, transformers repeats keys and values for each query head, which copies the whole past in
     each layer.
-
-    Args:
-        sdpa (`Callable`): transformers' attention function.
-        query (`torch.Tensor` of shape `(B, num_heads, N, head_dim)`): The queries of the nodes.
-        key, value (`torch.Tensor` of shape `(B, num_key_value_heads, K, head_dim)`): Those of the past and the nodes.
-        attention_mask (`torch.Tensor` of shape `(B or 1, 1, N, K)`, *optional*): See [`tree_attention_mask`].
     """
     is_tree = PACKED_HEADS.are_on and kwargs.get("position_bias") is None
     if attention_mask is None or not is_tree or not _can_be_packed(query, key, attention_mask):

@@ -96,28 +96,17 @@ def recomputed(function: Callable, *arguments: Any) -> Any:
 
 
 def blockwise_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
+    query: torch.Tensor,  # (B, H, M, D)
+    keys: torch.Tensor,  # (B, H_kv, L, D): those of step 0
     values: torch.Tensor,
-    documents: torch.Tensor,
+    documents: torch.Tensor,  # (B, L): the number of each token's document
     scaling: float,
-    own: tuple[torch.Tensor, ...] = (),
-    rows: torch.Tensor | None = None,
+    own: tuple[torch.Tensor, ...] = (),  # keys and values of later steps, each (B, H_kv, M, steps, D)
+    rows: torch.Tensor | None = None,  # (B, M): the rows of the queries. By default all `L`
 ) -> torch.Tensor:
     """
-    Computes the attention of one step. Within a document it is causal to the keys of step 0, and diagonal to the keys of
-    every later step. Scores of `BLOCK_SIZE` queries are in memory at a time, and backward computes them again.
-
-    Args:
-        query (`torch.FloatTensor` of shape `(B, H, M, D)`): The queries.
-        keys, values (`torch.FloatTensor` of shape `(B, H_kv, L, D)`): Those of step 0.
-        documents (`torch.LongTensor` of shape `(B, L)`): The number of each token's document.
-        scaling (`float`): The factor of the scores.
-        own (`tuple` of two `torch.FloatTensor` of shape `(B, H_kv, M, steps, D)`, *optional*): Those of later steps.
-        rows (`torch.LongTensor` of shape `(B, M)`, *optional*): The rows of the queries. By default all `L`.
-
-    Returns:
-        `torch.FloatTensor` of shape `(B, H, M, D)`.
+    Computes the attention of one step, `(B, H, M, D)`. Within a document it is causal to the keys of step 0, and diagonal to the
+    keys of every later step. Scores of `BLOCK_SIZE` queries are in memory at a time, and backward computes them again.
     """
     outputs, num_queries = list[torch.Tensor](), query.shape[2]
     is_large = len(own) > 0 and (rows is not None or num_queries > BLOCK_SIZE)

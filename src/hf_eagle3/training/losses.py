@@ -46,14 +46,8 @@ class DraftLoss(torch.autograd.Function):
     The gradient with respect to the logits has a closed form. So each drafting step keeps one tensor of their size;
     autograd would keep three or more.
 
-    Args:
-        logits (`torch.FloatTensor` of shape `(..., draft_vocab_size)`): The draft's logits.
-        probs (`torch.FloatTensor` of shape `(..., draft_vocab_size)`):
-            The target's probabilities of the draft's tokens, renormalized to sum to one.
-        entropy (`torch.FloatTensor` of shape `(...)`): The entropy of `probs`.
-
-    Returns:
-        `torch.FloatTensor` of shape `(...)`.
+    `logits` are the draft's, and `probs` the target's probabilities of the draft's tokens, renormalized to sum to one, both
+    `(..., draft_vocab_size)`. `entropy` is that of `probs`, `(...)`, as are the losses.
     """
 
     @staticmethod
@@ -75,18 +69,12 @@ class DraftLoss(torch.autograd.Function):
 @torch.no_grad()
 def acceptance_rates(logits: torch.Tensor, probs: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
     """
-    Returns the probability `A` that the draft guesses the target's sample from the same noise, for each row.
+    Returns the probability `A` that the draft guesses the target's sample from the same noise, `(...)`. For `logits` and `probs`
+    see [`DraftLoss`]. `mass` `(...)` is the sum of `probs` before they were renormalized.
 
     Both take the token with the smallest ratio of its exponential noise to its probability. So
     `A = Σ_x 1 / Σ_y max(p_y / p_x, q_y / q_x)` (https://huggingface.co/papers/2408.07978), which is at most
     `Σ min(p, q)`.
-
-    Args:
-        logits, probs: See [`DraftLoss`].
-        mass (`torch.FloatTensor` of shape `(...)`): The sum of `probs` before it was renormalized.
-
-    Returns:
-        `torch.FloatTensor` of shape `(...)`.
     """
     rates = []
     for piece_logits, piece_probs, piece_mass in pieces(logits, probs, mass):

@@ -26,12 +26,8 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 class Eagle3Parser(TrlParser):
     """
     TRL's parser of flags and a YAML file (`--config`). Its help shows our own flags first, and inherited ones by their
-    class. For an unknown flag or key it suggests a similar one.
-
-    Args:
-        dataclass_types (`Iterable[type]`): The dataclasses to parse.
-        without (`tuple[str, ...]`, *optional*): Prefixes of fields that the script does not use. They become no flags.
-        kwargs (*optional*): For `argparse.ArgumentParser`, such as the `description`.
+    class. For an unknown flag or key it suggests a similar one. Fields that a script does not use, whose names begin with a prefix
+    in `without`, become no flags. `kwargs` are those of `argparse.ArgumentParser`.
     """
 
     def __init__(self, dataclass_types: Iterable[type], without: tuple[str, ...] = (), **kwargs: Any):

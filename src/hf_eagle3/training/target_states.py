@@ -41,10 +41,6 @@ class TargetStates:
     Packed documents (`position_ids` that begin again at 0) do not see each other. Some targets do not keep them apart:
     they pass no `position_ids` to their masks, or have convolutional or recurrent states. These get each document in a
     row of its own. Flash attention keeps the documents of one row apart, so it gets all rows as one.
-
-    Args:
-        target (`PreTrainedModel`): The target.
-        aux_layer_ids (`list[int]`): The layers whose states the draft reads.
     """
 
     def __init__(self, target: PreTrainedModel, aux_layer_ids: list[int]):
@@ -153,19 +149,11 @@ class TargetStates:
         self, last_hidden_state: torch.Tensor, draft_token_ids: torch.Tensor, rows_at_a_time: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
-        Returns the target's distributions as a draft learns them.
+        Returns the target's distributions as a draft learns them, given the last states `(B, L, H)`: the logits of the draft's tokens
+        `(B, L, draft_vocab_size)`, their total probability `(B, L)`, and the most probable tokens of the whole vocabulary `(B, L)`.
 
-        Args:
-            last_hidden_state (`torch.Tensor` of shape `(B, L, H)`): The target's last states.
-            draft_token_ids (`torch.LongTensor` of shape `(draft_vocab_size,)`): The draft vocabulary.
-            rows_at_a_time (`int`, *optional*):
-                Positions, of all sequences together, whose logits of the whole vocabulary are in memory at once. By default
-                256 on a CPU, and 1,024 elsewhere, where each piece costs kernel launches.
-
-        Returns:
-            `tuple[torch.Tensor, torch.Tensor, torch.Tensor]`: The logits of the draft's tokens
-            `(B, L, draft_vocab_size)`, their total probability `(B, L)`, and the most probable tokens of the whole
-            vocabulary `(B, L)`.
+        Logits of the whole vocabulary are in memory for `rows_at_a_time`, positions of all sequences together. By default these are
+        256 on a CPU, and 1,024 elsewhere, where each piece costs kernel launches.
         """
         pieces, device, shape = [], last_hidden_state.device, last_hidden_state.shape[:2]
         if is_sharded(self.target):  # all processes must run the head equally often

@@ -261,18 +261,10 @@ def unroll_loss(
     vocabulary: SampledVocabulary | None = None,
 ) -> TTTOutput:
     """
-    Returns the loss of each step and the counts of its metrics.
-
-    Args:
-        draft ([`DraftModel`]): The draft.
-        batch (`TTTBatch`): The batch.
-        unroll (`Iterable[UnrollStep]`): The steps.
-        row_loss (`Callable`): `row_loss(logits (B, R, draft_vocab_size), targets: RowTargets) -> losses (B, R)`.
-        max_logits (`int`, *optional*):
-            The number of draft logits that may be in memory, by default as many as suit the device. A step with more
-            computes them in pieces, and again in backward.
-        vocabulary (`SampledVocabulary`, *optional*):
-            The tokens to compute logits of, for steps whose head is `draft.lm_head`. By default all.
+    Returns the loss of each step and the counts of its metrics. `row_loss` returns losses `(B, R)`, given the draft's logits
+    `(B, R, draft_vocab_size)`. At most `max_logits` of them are in memory, by default as many as suit the device. A step with more
+    computes them in pieces, and again in backward. Steps whose head is `draft.lm_head` may have a `vocabulary`: the only tokens to
+    compute logits of.
     """
     target_logits, token_ids, head = batch.target_logits, draft.draft_token_ids, None
     if vocabulary is not None:
