@@ -15,6 +15,12 @@ from hf_eagle3.data.values import RowError
 U, A = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 CHAT = [U, A]
 IMAGE = {"type": "image"}
+
+
+def part(text):
+    return {"type": "text", "text": text}
+
+
 SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"city": "Ulm"}}}
 SAID = {"role": "tool_call", "content": json.dumps(CALL["function"])}  # by ms-swift
@@ -159,7 +165,8 @@ GOOD = {
     "images at marks": (
         {
             "conversations": [
-                {"from": "human", "value": "<image>\n<image>\na <image> c"},
+                {"from": "system", "value": "<image>"},
+                {"from": "human", "value": "<image>\n<image>a <image> c"},
                 {"from": "gpt", "value": "<image>"},
                 {"from": "human", "value": "d\n<image>"},
             ],
@@ -167,12 +174,10 @@ GOOD = {
         },
         {
             "messages": [
-                {
-                    "role": "user",
-                    "content": [IMAGE, IMAGE, {"type": "text", "text": "a "}, IMAGE, {"type": "text", "text": " c"}],
-                },
+                {"role": "system", "content": "<image>"},
+                {"role": "user", "content": [IMAGE, part("\n"), IMAGE, part("a "), IMAGE, part(" c")]},
                 {"role": "assistant", "content": "<image>"},
-                {"role": "user", "content": [{"type": "text", "text": "d"}, IMAGE]},
+                {"role": "user", "content": [part("d\n"), IMAGE]},
             ],
             "images": ["x", "y", "z", "w"],
         },
@@ -201,11 +206,15 @@ GOOD = {
     "a good answer": ({"prompt": "a", "completion": "b", "label": True}, {"text": "a", "completion": "b"}),
     "a class of a text": ({"text": "a", "label": False}, {"text": "a"}),
     "a prompt written from an input": (
-        {"prompt": "a: c", "input": "c", "context": "a: c\n", "completion": "b"},
-        {"text": "a: c", "completion": "b"},
+        {"prompt": "a: c d", "input": "c", "history": [], "context": ["a:  c\n", "d"], "completion": "b"},
+        {"text": "a: c d", "completion": "b"},
+    ),
+    "no context": (
+        {"prompt": "a", "context": float("nan"), "completion": "b", "reasoning_content": False},
+        {"text": "a", "completion": "b"},
     ),
     "reasoning twice": (
-        {"messages": [U, {**A, "reasoning": "c\nd"}], "metadata": {"reasoning_content": "c\nd\n"}},
+        {"messages": [U, {**A, "reasoning": "c\nd"}], "metadata": {"reasoning_content": ["c\r\nd\n"]}},
         {"messages": [U, {**A, "reasoning": "c\nd"}]},
     ),
     "no reasoning": (
@@ -276,6 +285,10 @@ BAD = {
     "more images than marks": (
         {"messages": [{"role": "user", "content": "<image> a"}, A], "images": ["x", "y"]},
         "messages have 1 places for images, but it has 2 images. .* or marks <image>",
+    ),
+    "a mark without an image": (
+        {"messages": [{**U, "content": "<image> a"}, A], "images": []},
+        "messages have 1 places for images, but it has 0 images",
     ),
     "more images than places": (
         {"messages": [{"role": "user", "content": [{"type": "image"}]}, A], "images": ["x", "y"]},
@@ -348,7 +361,7 @@ BAD = {
     ),
     "its history": ({"prompt": "a", "history": [["c", "d"]], "completion": "b"}, "it has 'history' beside 'prompt'"),
     "reasoning in a column": (
-        {"messages": CHAT, "reasoning_content": "c\nd"},
+        {"messages": [{**U, "content": "c\nd"}, A], "reasoning_content": "c\nd"},
         "it has 'reasoning_content', which is not in its answer, .* Write it into the assistant's message",
     ),
     "reasoning beside a completion": (

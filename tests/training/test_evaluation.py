@@ -143,7 +143,42 @@ def test_the_best_checkpoint_of_a_folder_that_was_moved(tmp_path, tokenizer, cap
         trainer.train(resume_from_checkpoint=True)
         assert trainer.state.best_model_checkpoint == str(tmp_path / name / f"checkpoint-{best}")
         assert training_record(trainer)["steps"] == best
-        assert ("checkpoint-1, the best checkpoint (loss_per_step of 1), is gone" in caplog.text) == (name == "last")
+        assert ("no checkpoint-1, the best checkpoint (loss_per_step of 1)" in caplog.text) == (name == "last")
+
+
+def test_the_best_checkpoint_of_another_run(tmp_path, tokenizer):
+    """One that is now where that of the resumed run was."""
+    settings = {**CHOICE, "save_strategy": "best", "eval_dataset": TEXTS.select(range(4))}
+    with_losses(make_trainer(tmp_path / "place", tokenizer, **settings), [1.0, 2.0, 5.0, 6.0]).train()
+    shutil.copytree(tmp_path / "place", tmp_path / "moved")
+    trainer = with_losses(make_trainer(tmp_path / "moved", tokenizer, **settings), [4.0, 4.0, 4.0])
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "moved" / "checkpoint-1")
+
+
+def test_the_best_step_was_not_saved(tmp_path, tokenizer):
+    """By a run that did not choose."""
+    settings = {**CHOICE, "save_steps": 2, "max_steps": 6, "eval_dataset": TEXTS.select(range(4))}
+    others = {**settings, "load_best_model_at_end": False}
+    with_losses(make_trainer(tmp_path, tokenizer, **others), [5.0, 3.0, 1.0, 4.0, 4.0, 4.0]).train()
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    trainer = with_losses(make_trainer(tmp_path, tokenizer, **settings), [3.0, 2.0])
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-6")
+    assert training_record(trainer)["steps"] == trainer.state.best_global_step == 6
+
+
+def test_the_best_checkpoint_vanishes(tmp_path, tokenizer):
+    class Vanishing(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+                shutil.rmtree(tmp_path / "checkpoint-1")
+
+    settings = {**CHOICE, "eval_dataset": TEXTS.select(range(4))}
+    trainer = with_losses(make_trainer(tmp_path, tokenizer, **settings), [1.0, 2.0, 3.0, 4.0])
+    trainer.add_callback(Vanishing())
+    trainer.train()
+    assert training_record(trainer)["steps"] == 4
 
 
 def test_what_the_best_draft_is_chosen_by(tmp_path, tokenizer):

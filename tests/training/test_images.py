@@ -231,7 +231,7 @@ def test_forms_of_rows(tmp_path):
             {"messages": [{"role": "user", "content": held}, answer]},
             {"prompt": turns("what"), "completion": turns("what", "b")[1:], "image": path},
             {"conversations": [{"from": "human", "value": "what"}, {"from": "gpt", "value": "b"}], "image": path},
-            {"messages": turns("<image>\nwhat", "b"), "image": path},
+            {"messages": turns("<image>what", "b"), "image": path},
         ],
         "<s>a.IMAGE.bc</s>": [
             {"text": f"a.{token}.bc", "image": image},

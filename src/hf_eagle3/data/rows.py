@@ -5,7 +5,6 @@ A row is read before anything else happens to it. An error names the row, says w
 """
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +17,7 @@ from .values import RowError, as_list, from_json, is_something, shown
 
 SYSTEM = ("system", "system_prompt")  # columns of system prompts beside a conversation
 IMAGES = ("images", "image")
-# Where an image is, in data for LLaVA, LLaMA-Factory and ms-swift. Templates write their own line breaks.
-IMAGE_MARK = re.compile(r"\n?<image>\n?")
+IMAGE_MARK = "<image>"  # where an image is, in data for LLaVA, LLaMA-Factory and ms-swift
 OTHER_MEDIA = ("audio", "audios", "video", "videos")
 MASKS = ("attention_mask", "loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "response_mask")
 TOKENIZERS_MASK = "special_tokens_mask"  # says nothing about what is learned
@@ -142,7 +140,7 @@ def read_row(row: Mapping[str, Any], kind: str, features: Mapping[str, Any] | No
             )
         messages = read_conversation(row, kind)
         _refuse_reasoning_beside(row, messages)
-        messages, images = with_places(messages, images)
+        messages, images = with_places(messages, images, row)
         return Row(messages=messages, template_kwargs=read_template_kwargs(row), images=images)
     if kind != "prompt":
         _refuse_beside_text(row)
@@ -153,11 +151,11 @@ def read_row(row: Mapping[str, Any], kind: str, features: Mapping[str, Any] | No
             "one of 'prompt' and 'completion' is a text, and the other is not. Pass two texts, or two lists of messages"
         )
     if isinstance(prompt, str) or isinstance(completion, str):
-        _refuse_beside_text(row)
+        _refuse_beside_prompt(row)
         texts = {name: read_text(row.get(name), name) for name in ("prompt", "completion")}
         for name, text in texts.items():
             refuse_json(text, name)
-        _refuse_reasoning_beside(row, [texts])
+        _refuse_reasoning_beside(row, [{"role": "assistant", "content": texts["completion"]}])
         return Row(text=texts["prompt"], completion=texts["completion"], images=images)
     given = read_conversation(row, "prompt")
     answer = read_messages(completion, "completion")
@@ -168,7 +166,7 @@ def read_row(row: Mapping[str, Any], kind: str, features: Mapping[str, Any] | No
             "its completion has no message of the assistant, so the target would not say it. Correct the roles"
         )
     _refuse_reasoning_beside(row, answer)
-    messages, images = with_places(given + answer, images)
+    messages, images = with_places(given + answer, images, row)
     return Row(messages=messages, num_given=len(given), template_kwargs=read_template_kwargs(row), images=images)
 
 
@@ -195,15 +193,15 @@ def read_images(row: dict[str, Any]) -> list[Any]:
     return next(iter(found.values()), [])
 
 
-def with_places(messages: list[dict], images: list[Any]) -> tuple[list[dict], list[Any]]:
+def with_places(messages: list[dict], images: list[Any], columns: Iterable[str]) -> tuple[list[dict], list[Any]]:
     """
     Returns messages with a part `{"type": "image"}` at the place of each image, and the images.
 
     If no message has such parts, the images are where the marks `<image>` are, or before the first text of the user, as in TRL. If
     the parts have images of their own (`image`, `image_url`, `url` or `path`), these are taken. Raises `RowError` if there are more
-    places than images, or more images than places.
+    places than images, or more images than places. In data without `columns` of images, marks are texts.
     """
-    if images and not any(isinstance(message["content"], list) for message in messages):
+    if not {*IMAGES}.isdisjoint(columns) and not any(isinstance(message["content"], list) for message in messages):
         messages = [_with_marked_places(message) for message in messages]
     contents = [message["content"] for message in messages if isinstance(message["content"], list)]
     parts = [part for content in contents for part in content if part["type"] == "image"]
@@ -227,11 +225,11 @@ def with_places(messages: list[dict], images: list[Any]) -> tuple[list[dict], li
 
 
 def _with_marked_places(message: dict) -> dict:
-    """Returns a message with parts for images instead of marks. An answer may have such a text, but shows no image."""
-    if message["role"] == "assistant" or "<image>" not in message["content"]:
+    """Returns a message with parts for images instead of marks. Only the user shows images. Others may have such a text."""
+    if message["role"] != "user" or IMAGE_MARK not in message["content"]:
         return message
     parts: list[dict] = []
-    for number, text in enumerate(IMAGE_MARK.split(message["content"])):
+    for number, text in enumerate(message["content"].split(IMAGE_MARK)):
         parts += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": text}] * (text != "")
     return {**message, "content": parts}
 
@@ -256,10 +254,10 @@ def read_prompt(row: Mapping[str, Any], features: Mapping[str, Any] | None = Non
     if isinstance(row[kind], str) and kind == "prompt":
         if not row[kind]:
             raise RowError("it has an empty prompt")
-        _refuse_beside_text(row)
+        _refuse_beside_prompt(row)
         refuse_json(row[kind], kind)
         return Row(text=row[kind], images=read_images(row))
-    messages, images = with_places(read_conversation(row, kind), read_images(row))
+    messages, images = with_places(read_conversation(row, kind), read_images(row), row)
     return Row(messages=messages, template_kwargs=read_template_kwargs(row), images=images)
 
 
@@ -382,24 +380,36 @@ def _refuse_beside_text(row: dict[str, Any]) -> None:
             raise RowError(
                 f"it has {name!r} beside a text, but only conversations can have that. Remove the column, or use messages"
             )
-    for name in PROMPT_PARTS if "prompt" in row else ():
-        value = row.get(name)
-        if is_something(value) and not (isinstance(value, str) and value.strip() in str(row["prompt"])):
+
+
+def _refuse_beside_prompt(row: dict[str, Any]) -> None:
+    _refuse_beside_text(row)
+    for name in PROMPT_PARTS:
+        if _is_left_out(row.get(name), str(row["prompt"])):
             raise RowError(
                 f"it has {name!r} beside 'prompt', which does not have it. Write it into the prompt, or remove the column"
             )
 
 
-def _refuse_reasoning_beside(row: dict[str, Any], messages: Iterable[dict[str, Any]]) -> None:
-    """Refuses reasoning in a column, where it is not read, unless the messages have it, too."""
-    said = [str(value) for message in messages for value in message.values()]
+def _refuse_reasoning_beside(row: dict[str, Any], answers: Iterable[dict[str, Any]]) -> None:
+    """Refuses reasoning in a column, where it is not read, unless the assistant's messages have it, too."""
     for columns, where in ((row, ""), (row.get("metadata"), " in 'metadata'")):  # where speculators' script wrote it
         reasoning = columns.get("reasoning_content") if isinstance(columns, dict) else None
-        if is_something(reasoning) and not any(str(reasoning).strip() in text for text in said):
+        said = [value for message in answers if message["role"] == "assistant" for value in message.values()]
+        if reasoning is not None and _is_left_out(reasoning, *map(str, said)):
             raise RowError(
                 f"it has 'reasoning_content'{where}, which is not in its answer, and the draft would learn to answer without it. Write it "
                 "into the assistant's message ('reasoning_content') or into the completion, or remove the column"
             )
+
+
+def _is_left_out(value: Any, *texts: str) -> bool:
+    """Whether something in a column, or one of several, is not in any of the texts, whatever the white space."""
+    if isinstance(value, list):
+        return any(_is_left_out(each, *texts) for each in value)
+    if isinstance(value, str):
+        return not any("".join(value.split()) in "".join(text.split()) for text in texts)
+    return isinstance(value, Mapping) and is_something(value)  # not for NaN or a mark that is false
 
 
 def summary(problems: Iterable[tuple[int, str]]) -> str:

@@ -365,17 +365,18 @@ class Eagle3Trainer(DraftSavingTrainer):
         return output
 
     def _find_best_checkpoint(self, resumed_from: str) -> None:
-        """Looks beside the checkpoint to resume, whose folder may have been moved. Starts a new choice if the best one is gone."""
-        state, recorded = self.state, self.state.best_model_checkpoint
-        if recorded is not None and Path(recorded).is_dir():
-            return
-        best = Path(resumed_from).with_name(f"checkpoint-{state.best_global_step}")
-        if best.is_dir():
-            state.best_model_checkpoint = str(best)
-            return
+        """
+        Looks for the best checkpoint beside the one to resume, whose folder may have been moved. Starts a new choice if there is
+        none: it is gone, or was never saved, as without `load_best_model_at_end`.
+        """
+        state, name = self.state, f"checkpoint-{self.state.best_global_step}"
+        for place in (Path(resumed_from).with_name(name), Path(state.best_model_checkpoint or "")):
+            if place.name == name and place.is_dir():
+                state.best_model_checkpoint = str(place)
+                return
         logger.warning(
-            "%s, the best checkpoint (%s of %.4g), is gone. The best of the checkpoints from here on is taken.",
-            best,
+            "There is no %s, the best checkpoint (%s of %.4g). The best of the checkpoints from here on is taken.",
+            name,
             self.args.metric_for_best_model,
             state.best_metric,
         )
@@ -388,6 +389,8 @@ class Eagle3Trainer(DraftSavingTrainer):
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
+        if not Path(self.state.best_model_checkpoint).is_dir():  # `Trainer` warns, and keeps the last weights
+            return
         self.best = self.state.best_global_step, len(self.state.log_history)
 
     @property
