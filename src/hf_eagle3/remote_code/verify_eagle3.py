@@ -21,7 +21,7 @@ from .cache_eagle3 import (
 )
 from .devices_eagle3 import CUDNN_ATTENTION, on_device
 from .outputs_eagle3 import CACHE, INPUTS_BY_TOKEN, TOKEN_TYPES, ReturnedOutputs, TreeOutputs, aux_hidden_states
-from .target_eagle3 import has_own_code, position_limits, takes_trees, text_positions
+from .target_eagle3 import has_own_code, is_of, position_limits, takes_trees, text_positions
 from .text_eagle3 import SampleArguments, Text, align_right
 from .tree_eagle3 import DraftTree, Plan
 
@@ -97,7 +97,7 @@ class Verifier:
         tokens of a tree, and in `_sample` all of the text.
         """
         prepare = self.target.prepare_inputs_for_generation
-        if prepare.__module__.startswith("transformers."):
+        if is_of(prepare, ("transformers.",)):
             return
         passed, newest, mask = [], self.inputs["position_ids"][..., -1:], self.inputs.get("attention_mask")
         for num_tokens in (1, 2):
