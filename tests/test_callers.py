@@ -29,7 +29,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.llama.modeling_llama import LlamaAttention, repeat_kv
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.remote_code import assistant_eagle3, verify_eagle3
@@ -669,6 +669,22 @@ def test_attention_that_takes_several_tokens_in_a_prompt_only(counts_from_the_fi
     target, prompt = make_target("llama"), make_prompt(12)
     oracle = oracle_of(target, prompt)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    type(verify_eagle3.logger).warning_once.cache_clear()
+    assert assert_same_text(target, oracle, prompt).plain_steps == 23
+    assert [text for text in warned if "cannot read several tokens, so the draft proposes nothing" in text]
+
+
+def test_attention_of_ones_own_that_takes_several_tokens_in_a_prompt_only(warned, monkeypatch):
+    """Its name says that it takes no masks, so the draft proposes no trees in any case."""
+
+    def attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        key, value = (repeat_kv(states, module.num_key_value_groups) for states in (key, value))
+        output = SDPA(query, key, value, is_causal=query.shape[2] > 1, scale=scaling)
+        return output.transpose(1, 2), None
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "causal_only", attend)
+    target, prompt = make_target("llama", attn_implementation="causal_only"), make_prompt(12)
+    oracle = oracle_of(target, prompt)
     type(verify_eagle3.logger).warning_once.cache_clear()
     assert assert_same_text(target, oracle, prompt).plain_steps == 23
     assert [text for text in warned if "cannot read several tokens, so the draft proposes nothing" in text]
