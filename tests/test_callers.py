@@ -20,6 +20,7 @@ from transformers import (
     Cache,
     DynamicCache,
     GenerationConfig,
+    GenerationMixin,
     LlamaForCausalLM,
     LogitsProcessorList,
     StoppingCriteria,
@@ -501,6 +502,25 @@ def test_decoding_of_its_own_is_refused(draft):
     target.__class__ = Owner
     with pytest.raises(ValueError, match="Owner has a `_sample` of its own"):
         target.generate(make_prompt(5), assistant_model=draft, max_new_tokens=4)
+
+
+def test_decoding_that_somebody_replaced_is_refused(target, draft, monkeypatch):
+    """For all models, as contrastive decoding and compressed caches do."""
+    store = DynamicLayer.update
+
+    def sample(*args, **kwargs):
+        raise NotImplementedError
+
+    def update(layer, keys, values, *args, **kwargs):
+        scale = keys.abs().amax(dim=-2, keepdim=True) / 7  # of all new tokens
+        return store(layer, (keys / scale).round() * scale, values, *args, **kwargs)
+
+    for owner, name, function in ((GenerationMixin, "_sample", sample), (DynamicLayer, "update", update)):
+        with monkeypatch.context() as context:
+            context.setattr(owner, name, wraps(getattr(owner, name))(function))
+            with pytest.raises(ValueError, match="somebody replaced (transformers'|`update`)"):
+                target.generate(make_prompt(5), assistant_model=draft, max_new_tokens=4)
+    assert_same_text(target, draft, make_prompt(5))
 
 
 class Counter(LlamaForCausalLM):

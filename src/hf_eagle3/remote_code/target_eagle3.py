@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .auto_eagle3 import logger
@@ -115,8 +116,11 @@ def check_target(target: PreTrainedModel) -> None:
                 target.config.model_type == "git" and not CAN_SELECT_HIDDEN_STATES
             ),
             f"{name} hears a piece of the sound with each token": target.config.model_type == "voxtral_realtime",
-            f"{name} has a `_sample` of its own, whose text may be another one": (
-                getattr(target._sample, "__func__", None) is not GenerationMixin._sample
+            f"{name} has a `_sample` of its own, or somebody replaced transformers', so its text may be another one": (
+                not is_of(target._sample, ("transformers.generation.",))
+            ),
+            "somebody replaced `update` of transformers' cache layers, which may now store what cannot be rolled back": (
+                not all(is_of(layer.update, ("transformers.",)) for layer in (DynamicLayer, StaticLayer))
             ),
             # It may count its calls, and a step that writes several tokens makes one.
             f"{name} has an `_update_model_kwargs_for_generation` of its own, which may depend on single tokens": (
