@@ -3,13 +3,14 @@
 import copy
 import threading
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
+from accelerate.hooks import ModelHook, add_hook_to_module
 from conftest import assert_same_text, make_draft, make_oracle, make_prompt, make_target, oracle_of
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import (
@@ -19,6 +20,7 @@ from transformers import (
     Cache,
     DynamicCache,
     GenerationConfig,
+    GenerationMixin,
     LlamaForCausalLM,
     LogitsProcessorList,
     StoppingCriteria,
@@ -28,7 +30,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.llama.modeling_llama import LlamaAttention, repeat_kv
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.remote_code import assistant_eagle3, verify_eagle3
@@ -223,29 +225,12 @@ def test_lily_is_refused(target, draft):
         adapted.generate(input_ids=make_prompt(5), assistant_model=draft, **SETTINGS)
 
 
-@pytest.mark.parametrize("module", ["transformers.integrations.nvfp4", "fouroversix.model.modules.linear"])
-def test_nvfp4_is_refused(draft, module):
-    """transformers' has 16 bits for one token and 4 for several, and Four Over Six one scale for all activations of a forward."""
+def test_nvfp4_is_refused(draft):
+    """It has 16 bits for one token and 4 for several."""
     target = make_target("llama")
-    nvfp4 = type("NVFP4Linear", (torch.nn.Linear,), {"__module__": module})
+    nvfp4 = type("NVFP4Linear", (torch.nn.Linear,), {"__module__": "transformers.integrations.nvfp4"})
     target.model.layers[1].mlp.up_proj.__class__ = nvfp4
     with pytest.raises(ValueError, match="in NVFP4"):
-        target.generate(make_prompt(5), assistant_model=draft, **SETTINGS)
-
-
-@pytest.mark.parametrize(
-    ("settings", "is_refused"),
-    [
-        ({"granularity": type("PerTensor", (), {})()}, True),
-        ({"granularity": type("PerRow", (), {})()}, False),
-        ({"use_dynamic_per_tensor_scale": True}, True),
-    ],
-)
-def test_activations_quantized_per_tensor_are_refused(draft, settings, is_refused):
-    """By torchao's Float8DynamicActivationFloat8WeightConfig (its default), Int8DynamicActivationInt8WeightConfig and NVFP4."""
-    target = make_target("llama")
-    target.model.layers[1].mlp.up_proj.weight.act_quant_kwargs = SimpleNamespace(**settings)
-    with pytest.raises(ValueError, match="depend on all tokens of a forward") if is_refused else nullcontext():
         target.generate(make_prompt(5), assistant_model=draft, **SETTINGS)
 
 
@@ -253,6 +238,7 @@ def test_activations_quantized_per_tensor_are_refused(draft, settings, is_refuse
     ("strategy", "dynamic", "is_refused"), [("tensor", True, True), ("tensor", False, False), ("token", True, False)]
 )
 def test_activations_that_compressed_tensors_quantizes(draft, strategy, dynamic, is_refused):
+    """Its layers cannot be tried before the first forward, which unpacks their weights."""
     target, args = make_target("llama"), SimpleNamespace(strategy=strategy, dynamic=dynamic)
     scheme = SimpleNamespace(weights=None, input_activations=args, output_activations=None)
     target.model.layers[1].mlp.up_proj.quantization_scheme = scheme
@@ -260,23 +246,30 @@ def test_activations_that_compressed_tensors_quantizes(draft, strategy, dynamic,
         target.generate(make_prompt(5), assistant_model=draft, **SETTINGS)
 
 
-class OfAnotherLibrary(torch.nn.Linear):
+def quantized_linear(layer, input):
     """Quantizes its input to 8 bits, as layers of Quark and GPTQModel do. It counts its calls."""
+    layer.num_calls += 1
+    amax = {"tensor": input.abs().amax(), "token": input.abs().amax(-1, keepdim=True), "static": torch.tensor(9.0)}
+    scale = amax[layer.scheme] / 127
+    return torch.nn.functional.linear((input / scale).round().clamp(-127, 127) * scale, layer.weight)
 
-    num_calls = 0
 
-    def forward(self, input):
-        self.num_calls += 1
-        amax = {"tensor": input.abs().amax(), "token": input.abs().amax(-1, keepdim=True), "static": torch.tensor(9.0)}
-        scale = amax[self.scheme] / 127
-        return super().forward((input / scale).round().clamp(-127, 127) * scale)
+class OfAnotherLibrary(torch.nn.Linear):
+    forward = quantized_linear
 
 
 @pytest.mark.parametrize("scheme", ["tensor", "token", "static"])
-def test_layers_of_libraries_that_are_not_known_are_tried(draft, scheme):
+@pytest.mark.parametrize("is_wrapped", [False, True], ids=["class", "wrapped forward"])
+def test_layers_of_libraries_that_are_not_known_are_tried(draft, scheme, is_wrapped):
     target = make_target("llama")
     layer = target.model.layers[1].mlp.up_proj
-    layer.__class__, layer.scheme = OfAnotherLibrary, scheme
+    layer.scheme, layer.num_calls = scheme, 0
+    if is_wrapped:  # by compressed-tensors, and accelerate around it
+        wrapped = wraps(torch.nn.Linear.forward)(lambda *args: quantized_linear(*args))
+        layer.forward = MethodType(wrapped, layer)
+        add_hook_to_module(layer, ModelHook())
+    else:
+        layer.__class__ = OfAnotherLibrary
     if scheme == "tensor":
         with pytest.raises(ValueError, match="depend on all tokens of a forward"):
             target.generate(make_prompt(5), assistant_model=draft, **SETTINGS)
@@ -286,6 +279,13 @@ def test_layers_of_libraries_that_are_not_known_are_tried(draft, scheme):
         layer.num_calls = 0
         assert target.generate(make_prompt(5), assistant_model=draft, **SETTINGS).equal(plain)
         assert layer.num_calls == draft.last_generation.target_forwards + num_tries
+
+
+def test_layers_in_another_precision_are_tried():
+    target = make_target("llama").bfloat16()
+    layer = target.model.layers[1].mlp.up_proj.float()
+    layer.__class__, layer.scheme, layer.num_calls = OfAnotherLibrary, "tensor", 0
+    assert mixes_tokens(target)
 
 
 def test_layers_that_cannot_be_tried(draft):
@@ -306,9 +306,11 @@ def test_layers_of_torchao_are_tried(target, draft):
     trained = float8.convert_to_float8_training(copy.deepcopy(target), config=config)
     with pytest.raises(ValueError, match="depend on all tokens of a forward"):
         trained.generate(make_prompt(5), assistant_model=draft, **SETTINGS)
-    quantized = copy.deepcopy(target)
-    quantization.quantize_(quantized, quantization.Int8DynamicActivationInt8WeightConfig())
-    assert not mixes_tokens(quantized)
+    for granularity in (quantization.PerRow(), quantization.PerTensor()):
+        quantized = copy.deepcopy(target)
+        config = quantization.Int8DynamicActivationInt8WeightConfig(granularity=granularity)
+        quantization.quantize_(quantized, config)
+        assert mixes_tokens(quantized) == isinstance(granularity, quantization.PerTensor)
 
 
 class Interrupt(Exception):
@@ -502,6 +504,25 @@ def test_decoding_of_its_own_is_refused(draft):
         target.generate(make_prompt(5), assistant_model=draft, max_new_tokens=4)
 
 
+def test_decoding_that_somebody_replaced_is_refused(target, draft, monkeypatch):
+    """For all models, as contrastive decoding and compressed caches do."""
+    store = DynamicLayer.update
+
+    def sample(*args, **kwargs):
+        raise NotImplementedError
+
+    def update(layer, keys, values, *args, **kwargs):
+        scale = keys.abs().amax(dim=-2, keepdim=True) / 7  # of all new tokens
+        return store(layer, (keys / scale).round() * scale, values, *args, **kwargs)
+
+    for owner, name, function in ((GenerationMixin, "_sample", sample), (DynamicLayer, "update", update)):
+        with monkeypatch.context() as context:
+            context.setattr(owner, name, wraps(getattr(owner, name))(function))
+            with pytest.raises(ValueError, match="somebody replaced (transformers'|`update`)"):
+                target.generate(make_prompt(5), assistant_model=draft, max_new_tokens=4)
+    assert_same_text(target, draft, make_prompt(5))
+
+
 class Counter(LlamaForCausalLM):
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, num=0, cache_position=None, **kwargs):
         outputs = super().forward(input_ids, attention_mask, position_ids, **kwargs)
@@ -513,6 +534,12 @@ class CallCounter(Counter):
     def _update_model_kwargs_for_generation(self, *args, **kwargs):
         updated = super()._update_model_kwargs_for_generation(*args, **kwargs)
         return {**updated, "num": updated.get("num", 0) + 1}
+
+
+class WrappedCallCounter(CallCounter):
+    @wraps(LlamaForCausalLM._update_model_kwargs_for_generation)
+    def _update_model_kwargs_for_generation(self, *args, **kwargs):
+        return super()._update_model_kwargs_for_generation(*args, **kwargs)
 
 
 class TokenCounter(Counter):
@@ -535,6 +562,7 @@ class ListOfCounts(TokenCounter):
     ("counter", "message"),
     [
         (CallCounter, "CallCounter has an `_update_model_kwargs_for_generation` of its own"),
+        (WrappedCallCounter, "WrappedCallCounter has an `_update_model_kwargs_for_generation` of its own"),
         (TokenCounter, "TokenCounter.prepare_inputs_for_generation passes on another `num`"),
         (ListOfCounts, "ListOfCounts.prepare_inputs_for_generation passes on another `num`"),
     ],
@@ -621,7 +649,7 @@ class OwnAttention(torch.nn.Module):
 SDPA, ATTENTION_FORWARD = torch.nn.functional.scaled_dot_product_attention, LlamaAttention.forward
 
 
-@pytest.mark.parametrize("what", ["module", "forward", "class", "function", "torch"])
+@pytest.mark.parametrize("what", ["module", "forward", "class", "wrapped", "decorated", "function", "torch"])
 def test_attention_that_somebody_replaced(what, warned, monkeypatch):
     """It knows that `generate` needs no mask, so it ignores those of trees. The target's class is transformers' own."""
     target, prompt = make_target("llama"), make_prompt(12)
@@ -632,6 +660,11 @@ def test_attention_that_somebody_replaced(what, warned, monkeypatch):
         monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", without_masks)
     if what == "class":
         monkeypatch.setattr(LlamaAttention, "forward", own_forward)
+    if what == "wrapped":
+        wrapped = wraps(ATTENTION_FORWARD)(lambda *args, **kwargs: own_forward(*args, **kwargs))
+        monkeypatch.setattr(LlamaAttention, "forward", wrapped)
+    if what == "decorated":
+        monkeypatch.setattr(LlamaAttention, "forward", torch.no_grad()(own_forward))
     layer = target.model.layers[3]
     if what == "module":
         layer.self_attn = OwnAttention(layer.self_attn)
@@ -656,6 +689,22 @@ def test_attention_that_takes_several_tokens_in_a_prompt_only(counts_from_the_fi
     target, prompt = make_target("llama"), make_prompt(12)
     oracle = oracle_of(target, prompt)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    type(verify_eagle3.logger).warning_once.cache_clear()
+    assert assert_same_text(target, oracle, prompt).plain_steps == 23
+    assert [text for text in warned if "cannot read several tokens, so the draft proposes nothing" in text]
+
+
+def test_attention_of_ones_own_that_takes_several_tokens_in_a_prompt_only(warned, monkeypatch):
+    """Its name says that it takes no masks, so the draft proposes no trees in any case."""
+
+    def attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        key, value = (repeat_kv(states, module.num_key_value_groups) for states in (key, value))
+        output = SDPA(query, key, value, is_causal=query.shape[2] > 1, scale=scaling)
+        return output.transpose(1, 2), None
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "causal_only", attend)
+    target, prompt = make_target("llama", attn_implementation="causal_only"), make_prompt(12)
+    oracle = oracle_of(target, prompt)
     type(verify_eagle3.logger).warning_once.cache_clear()
     assert assert_same_text(target, oracle, prompt).plain_steps == 23
     assert [text for text in warned if "cannot read several tokens, so the draft proposes nothing" in text]

@@ -29,9 +29,9 @@ def test_attention_that_takes_causal_masks_only(family, lengths, monkeypatch):
     draft = oracle_of(target, batch)  # its guesses go on from those of the calls before, which measured times decide
     causal_only.seen.clear()
     stats = assert_same_text(target, draft, batch)
-    assert stats.target_forwards < 18 and stats.acceptance_length > 1.5
-    # Prompts, single tokens of plain decoding, and chains.
-    assert 1 + draft.generation_config.tree_depth == max(set(causal_only.seen) - {max(lengths)})
+    assert stats.target_forwards < 20 and stats.acceptance_length > 1.5
+    # Prompts, single tokens of plain decoding, the chain of 11 tokens by which this attention is tried, and chains.
+    assert 1 + draft.generation_config.tree_depth == max(set(causal_only.seen) - {max(lengths), 11})
 
 
 def test_a_static_cache_needs_masks():

@@ -20,6 +20,7 @@ from conftest import (
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LogitsProcessor, StoppingCriteria
 
 from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.remote_code import verify_eagle3
 from hf_eagle3.remote_code.cache_eagle3 import ReplayCache
 from hf_eagle3.remote_code.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES
 
@@ -53,6 +54,20 @@ def test_texts(family, length, settings):
         oracle.padding += "attention_mask" in call
         lengths = assert_same_text(target, oracle, prompt, **call).accepted_lengths
         assert max(lengths) >= 3 and min(lengths) < 7 and len(oracle.text.unique()) > 8
+
+
+@pytest.mark.parametrize(("family", "length"), each_once(FAMILIES, [2, 40]))
+def test_own_code_is_tried(family, length, monkeypatch):
+    """With a chain. It leaves no trace in the states."""
+    monkeypatch.setattr(verify_eagle3, "has_own_code", lambda target: True)
+    target, prompt = make_target(family), make_prompt(length)
+    call = {**SETTINGS, "return_dict_in_generate": True}
+    expected = target.generate(prompt, **call)
+    oracle = make_oracle(target, expected.sequences)
+    actual = target.generate(prompt, assistant_model=oracle, **call)
+    assert torch.equal(actual.sequences, expected.sequences)
+    assert_same_cache(actual.past_key_values, expected.past_key_values)
+    assert max(oracle.last_generation.accepted_lengths) >= 3
 
 
 @pytest.mark.parametrize(

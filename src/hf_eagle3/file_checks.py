@@ -151,11 +151,15 @@ def check_token_ids(generation_config: dict[str, Any]) -> None:
 
 
 def check_files(
-    source: str, variant: str | None = None, needs_config: bool = True, **hub_kwargs: Any
+    source: str,
+    variant: str | None = None,
+    needs_config: bool = True,
+    of_adapter: dict[str, Any] | None = None,
+    **hub_kwargs: Any,
 ) -> dict[str, Any] | None:
     """
     Returns the content of a checkpoint's `config.json`, or `None` if there is none. Checks the files that transformers reads, or
-    silently passes over if they are broken.
+    silently passes over if they are broken. If it is an adapter, arguments `of_adapter` replace `hub_kwargs`.
 
     Raises:
         FileNotFoundError: if the folder does not exist.
@@ -166,7 +170,7 @@ def check_files(
         raise FileNotFoundError(f"There is no folder {source}. Pass the folder of a draft, or a Hub id (owner/name).")
     path = find(source, "config.json", **hub_kwargs)
     if path is None and needs_config:  # first, because without a connection each other file takes half a minute
-        check_adapter(source, **hub_kwargs)
+        check_adapter(source, **{**hub_kwargs, **(of_adapter or {})})
     content = None if path is None else read_json(path)
     is_quantized = any((content or {}).get(name) for name in ("quantization_config", "quantization"))
     paths = [weights_file(source, variant, **hub_kwargs)]

@@ -35,22 +35,26 @@ def read_draft(
     args: tuple,
     kwargs: dict[str, Any],
     hub_kwargs: dict[str, Any],
+    may_be_adapter: bool = True,
 ) -> tuple["DraftModel", dict[str, Any], dict[str, Any] | None]:
     """
     Reads a draft of any format, of this class `cls`.
 
     `read(path, *args, **kwargs)` is `from_pretrained` of transformers. `path` is a folder or Hub id, or `None` if there are no
-    files.
+    files. It `may_be_adapter`, which names its draft.
 
     Returns the draft; transformers' report, with the `format` and what was `renamed`, `ignored` and `assumed` if it is in another
     format; and the content of its `config.json` if it is in ours. For errors see [`~draft_model_eagle3.DraftModel.from_pretrained`].
     """
-    source, variant, adapter = str(path), kwargs.get("variant"), kwargs.get("adapter_kwargs") or {}
+    source, variant, of_adapter = str(path), kwargs.get("variant"), dict(kwargs.get("adapter_kwargs") or {})
+    adapter = of_adapter.pop("_adapter_model_path", None)  # the Auto classes pass it on
     report: dict[str, Any] = {}
     needs_config = kwargs.get("config") is None
-    content = None if path is None else check_files(source, variant, needs_config, **hub_kwargs)
+    content = None if path is None else check_files(source, variant, needs_config, of_adapter, **hub_kwargs)
     if path is not None and content is None and needs_config:
-        return read_adapter(cls, read, source, args, kwargs, hub_kwargs)
+        if not may_be_adapter:
+            raise ValueError(f"{source} is an adapter, too.")
+        return read_adapter(cls, read, source, args, kwargs, hub_kwargs, of_adapter)
     if content is not None and hub_kwargs.get("force_download"):  # the checks have just downloaded all files
         hub_kwargs, kwargs = ({**each, "force_download": False} for each in (hub_kwargs, kwargs))
     if content is not None and not cls.config_class.recognises(content, source):
@@ -68,10 +72,8 @@ def read_draft(
     if report:
         draft.name_or_path = draft.config.name_or_path = source
         logger.info(f"{source} was read as a checkpoint of the {report['format']} format: {report}")
-        if (
-            name := adapter.get("_adapter_model_path")
-        ) is not None:  # the Auto classes pass it on, and transformers needs a name
-            load_adapter(draft, name, {key: value for key, value in adapter.items() if key != "_adapter_model_path"})
+        if adapter is not None:  # transformers loads it beside a name only, and got none
+            load_adapter(draft, adapter, of_adapter)
     return draft, {**info, **report}, None if report else content
 
 
@@ -82,22 +84,25 @@ def read_adapter(
     args: tuple,
     kwargs: dict[str, Any],
     hub_kwargs: dict[str, Any],
+    of_adapter: dict[str, Any],
 ) -> tuple["DraftModel", dict[str, Any], dict[str, Any] | None]:
     """
     Reads the draft of any format that an adapter names, and loads the adapter `source` into it. See [`read_draft`]. Raises
     `ValueError` or `OSError` if the draft is not where the adapter says.
     """
-    base = read_json(str(find(source, "adapter_config.json", **hub_kwargs)))["base_model_name_or_path"]
-    of_base = [{name: each[name] for name in each.keys() - {"revision", "subfolder"}} for each in (kwargs, hub_kwargs)]
+    of_adapter = {**hub_kwargs, **of_adapter}  # as in transformers, these are the adapter's
+    base = read_json(str(find(source, "adapter_config.json", **of_adapter)))["base_model_name_or_path"]
+    others = {"adapter_kwargs", "revision", "subfolder"}
+    kwargs, hub_kwargs = ({name: each[name] for name in each.keys() - others} for each in (kwargs, hub_kwargs))
     try:
-        draft, info, content = read_draft(cls, read, base, args, *of_base)
+        draft, info, content = read_draft(cls, read, base, args, kwargs, hub_kwargs, may_be_adapter=False)
     except (OSError, ValueError) as error:
         kind = OSError if isinstance(error, OSError) else ValueError
         raise kind(
             f"{source} is an adapter of the draft {base}, which cannot be loaded. If it is elsewhere (a `subfolder`, a `revision`), load it "
             f"from there, and pass both to `PeftModel.from_pretrained`. {error}"
         ) from error
-    load_adapter(draft, source, hub_kwargs)
+    load_adapter(draft, source, of_adapter)
     return draft, info, content
 
 

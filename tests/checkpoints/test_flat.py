@@ -504,6 +504,19 @@ def test_an_adapter_of_the_draft(tmp_path, target, reference):
         Eagle3ForSpeculation.from_pretrained(tmp_path / "adapter")
 
 
+def test_where_an_adapter_of_the_draft_is(tmp_path, target, reference):
+    folder = write(tmp_path / "draft", sglang(reference), midlayer(reference))
+    settings = LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    adapted = get_peft_model(Eagle3ForSpeculation.from_pretrained(folder), settings)
+    adapted.save_pretrained(tmp_path / "adapters" / "first")
+    loaded = Eagle3ForSpeculation.from_pretrained(tmp_path / "adapters", adapter_kwargs={"subfolder": "first"})
+    assert_same(loaded, adapted.merge_and_unload(), target)
+    path = tmp_path / "adapters" / "first" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": str(path.parent)}))
+    with pytest.raises(ValueError, match="is an adapter of the draft .*, which cannot be loaded.*is an adapter, too"):
+        Eagle3ForSpeculation.from_pretrained(path.parent)
+
+
 def test_its_configuration_alone(tmp_path, reference):
     folder = write(tmp_path / "draft", sglang(reference), midlayer(reference))
     config = Eagle3Config.from_pretrained(folder)

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .auto_eagle3 import logger
@@ -41,7 +42,7 @@ ROW_WISE_MODULES = ("torch.", "transformers.", "peft.", "torchao.", "bitsandbyte
 # These libraries have linear layers and norms, but no attention.
 WITHOUT_ATTENTION = ("aqlm.", "awq.", "compressed_tensors.", "eetq.", "gptqmodel.", "hqq.", "liger_kernel.", "quark.")
 # Linear layers of these libraries mix tokens only if [`mixes_tokens`] names them. PEFT's hold others.
-KNOWN_LAYERS = ("bitsandbytes.", "peft.", "torch.ao.", "transformers.")
+KNOWN_LAYERS = ("bitsandbytes.", "peft.", "transformers.")
 # Other linear layers that were tried, and do not, or take other inputs.
 _TRIED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
@@ -52,7 +53,7 @@ def is_sharded(target: PreTrainedModel) -> bool:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    return next(iter((*module.parameters(), *module.buffers()))).device
+    return next(iter((*module.parameters(), *module.buffers())), torch.empty(0)).device
 
 
 def check_call(
@@ -102,9 +103,8 @@ def check_target(target: PreTrainedModel) -> None:
     refuse(
         {
             # Other tokens of a tree would change what it predicts.
-            f"{name} has layers that depend on all tokens of a forward: quantized with one scale for them, and not token by token "
-            "(torchao's `PerRow`, compressed-tensors' `strategy: token`), in NVFP4 (Four Over Six, too), or adapted by "
-            "Lily": mixes_tokens(target),
+            f"{name} has layers that depend on all tokens of a forward: quantized with one scale for them, and not by token (torchao's "
+            "`PerRow`, compressed-tensors' `strategy: token`), in NVFP4, or adapted by Lily": mixes_tokens(target),
             f"{name}.prepare_inputs_for_generation was replaced, as PEFT does for prompt and prefix tuning": (
                 target.prepare_inputs_for_generation != prepare
             ),
@@ -116,12 +116,15 @@ def check_target(target: PreTrainedModel) -> None:
                 target.config.model_type == "git" and not CAN_SELECT_HIDDEN_STATES
             ),
             f"{name} hears a piece of the sound with each token": target.config.model_type == "voxtral_realtime",
-            f"{name} has a `_sample` of its own, whose text may be another one": (
-                getattr(target._sample, "__func__", None) is not GenerationMixin._sample
+            f"{name} has a `_sample` of its own, or somebody replaced transformers', so its text may be another one": (
+                not is_of(target._sample, ("transformers.generation.",))
+            ),
+            "somebody replaced `update` of transformers' cache layers, which may now store what cannot be rolled back": (
+                not all(is_of(layer.update, ("transformers.",)) for layer in (DynamicLayer, StaticLayer))
             ),
             # It may count its calls, and a step that writes several tokens makes one.
             f"{name} has an `_update_model_kwargs_for_generation` of its own, which may depend on single tokens": (
-                not target._update_model_kwargs_for_generation.__module__.startswith("transformers.")
+                not is_of(target._update_model_kwargs_for_generation, ("transformers.",))
             ),
         }
     )
@@ -133,37 +136,25 @@ def mixes_tokens(target: PreTrainedModel) -> bool:
     Whether linear layers compute something of all tokens of a forward: a scale of activations, the weights of experts, or
     the precision. transformers' NVFP4 keeps 16 bits of a single token, and 4 of several.
     """
-    classes = {type(module) for module in target.modules()}
-    libraries = "torch.ao.nn.quantized.", "fouroversix.", "peft.tuners.lily.", "transformers.integrations.nvfp4"
-    if any(each.__module__.startswith(libraries) for each in classes):
-        return True
-    # Of compressed-tensors. Its scales of tokens and of groups are of one token.
-    schemes = [module.quantization_scheme for module in target.modules() if hasattr(module, "quantization_scheme")]
-    activations: list[Any] = [
-        getattr(scheme, f"{kind}_activations", None) for scheme in schemes for kind in ("input", "output")
-    ]
+    # compressed-tensors unpacks weights at the first forward. Its scales of tokens and of groups are of one token.
+    schemes = [getattr(module, "quantization_scheme", None) for module in target.modules()]
+    activations = (getattr(each, f"{kind}_activations", None) for each in schemes for kind in ("input", "output"))
     if any(each is not None and each.strategy == "tensor" and each.dynamic for each in activations):
         return True
-    # Of torchao, whose calibrated scales are stored.
-    scaled = (weight for weight in target.parameters() if getattr(weight, "act_quant_scale", None) is None)
-    if any(
-        type(getattr(settings, "granularity", None)).__name__ == "PerTensor"
-        or getattr(settings, "use_dynamic_per_tensor_scale", False)  # NVFP4
-        for settings in (getattr(weight, "act_quant_kwargs", None) for weight in scaled)
-    ):
-        return True
-    # Of others (Quark, GPTQModel's FP8, torchao's `Float8Linear`).
-    return any(is_unknown_layer(module) and mixes(module, target.dtype) for module in target.modules())
+    named = "peft.tuners.lily.", "transformers.integrations.nvfp4"
+    return any(
+        is_of(type(module), named) or (is_unknown_layer(module) and mixes(module, target.dtype))
+        for module in target.modules()
+    )
 
 
 def is_unknown_layer(module: nn.Module) -> bool:
     """Whether a module is a linear layer that may compute something else than torch's."""
-    if not hasattr(module, "in_features") or type(module).__module__.startswith(KNOWN_LAYERS):
+    if not hasattr(module, "in_features") or is_of(type(module), KNOWN_LAYERS):
         return False
-    # accelerate replaces `forward`, too, and harmlessly. Weights in other classes compute by themselves.
-    is_patched = "forward" in vars(module) and not hasattr(module, "_hf_hook")
-    weight = getattr(module, "weight", None)  # a packed one has other names
-    return type(module) is not nn.Linear or type(weight) is not nn.Parameter or is_patched
+    # Weights in other classes compute by themselves. A packed one has other names.
+    is_plain = type(module) is nn.Linear and type(getattr(module, "weight", None)) is nn.Parameter
+    return not is_plain or not is_of(module.forward, ("torch.nn.",))
 
 
 def mixes(layer: Any, dtype: torch.dtype) -> bool:
@@ -171,18 +162,20 @@ def mixes(layer: Any, dtype: torch.dtype) -> bool:
     is_offloaded = any(each.is_meta for each in layer.parameters())  # its weights are elsewhere
     if is_offloaded or layer in _TRIED:
         return False
-    try:
-        token = torch.linspace(-0.01, 0.01, layer.in_features, dtype=dtype, device=device_of(layer))
-        with torch.no_grad():
-            tokens = torch.stack([token, 1e6 * token])[None]
-            alone, beside = (layer.forward(tokens[:, :count])[0, 0].float() for count in (1, 2))
-        if (beside - alone).norm() > 0.05 * alone.norm():  # more than rounding
-            return True
-    except torch.OutOfMemoryError:  # says nothing about the layer
-        raise
-    # It takes other inputs, or processes hold shares of it.
-    except (AttributeError, RuntimeError, TypeError, ValueError):
-        pass
+    for each in (dtype, torch.float32):  # a layer may be kept in the latter
+        try:
+            token = torch.linspace(-0.01, 0.01, layer.in_features, dtype=each, device=device_of(layer))
+            with torch.no_grad():
+                tokens = torch.stack([token, 1e6 * token])[None]
+                alone, beside = (layer.forward(tokens[:, :count])[0, 0].float() for count in (1, 2))
+            if (beside - alone).norm() > 0.05 * alone.norm():  # more than rounding
+                return True
+            break
+        except torch.OutOfMemoryError:  # says nothing about the layer
+            raise
+        # It takes other inputs, or processes hold shares of it.
+        except (AttributeError, RuntimeError, TypeError, ValueError):
+            pass
     _TRIED.add(layer)
     return False
 
@@ -288,9 +281,7 @@ def has_plain_modules(model: PreTrainedModel, known: tuple[str, ...]) -> bool:
     for_all = nn.modules.module
     hooks = [*for_all._global_forward_hooks.values(), *for_all._global_forward_pre_hooks.values()]
     for module in model.modules():
-        is_harmless = hasattr(module, "_hf_hook") or is_of(module.forward, ("accelerate.",))
-        is_patched = "forward" in vars(module) and not is_harmless
-        if is_patched or not (is_of(type(module), known) and is_of(module.forward, known)):
+        if not (is_of(type(module), known) and is_of(module.forward, known)):
             return False
         # PEFT gives each row its own adapter in a hook. Hooks of others may do anything to a row.
         hooks += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
@@ -307,8 +298,10 @@ def has_own_code(target: PreTrainedModel) -> bool:
 
 
 def is_of(code: Any, libraries: tuple[str, ...]) -> bool:
-    """Whether a class or a function is of these libraries."""
-    return (getattr(code, "__module__", None) or "").startswith(libraries)
+    """Whether a class or a function, and what it wraps, is of these libraries. `functools.wraps` copies `__module__`."""
+    module = getattr(code, "__globals__", {}).get("__name__") or getattr(code, "__module__", None) or ""
+    wrapped = getattr(code, "__wrapped__", None)
+    return module.startswith(libraries) and (wrapped is None or is_of(wrapped, libraries))
 
 
 def position_limits(config: PreTrainedConfig) -> list[tuple[str, int]]:

@@ -21,7 +21,7 @@ from .cache_eagle3 import (
 )
 from .devices_eagle3 import CUDNN_ATTENTION, on_device
 from .outputs_eagle3 import CACHE, INPUTS_BY_TOKEN, TOKEN_TYPES, ReturnedOutputs, TreeOutputs, aux_hidden_states
-from .target_eagle3 import has_own_code, position_limits, takes_trees, text_positions
+from .target_eagle3 import has_own_code, is_of, position_limits, takes_trees, text_positions
 from .text_eagle3 import SampleArguments, Text, align_right
 from .tree_eagle3 import DraftTree, Plan
 
@@ -85,9 +85,9 @@ class Verifier:
         self.has_own_code = has_own_code(self.target)
         if not self.cache.is_chain:
             self._inputs_for(DraftTree.chain(input_ids.new_zeros(len(input_ids), 2)))
-            if self.has_own_code:
-                with CUDNN_ATTENTION.off():
-                    self._try_own_code(input_ids, target_outputs)
+        if self.has_own_code:
+            with CUDNN_ATTENTION.off():
+                self._try_own_code(input_ids, target_outputs)
         positions = text_positions(self.inputs)
         return TreeOutputs(target_outputs.logits[:, -1:], positions, self._states_of(target_outputs), target_outputs)
 
@@ -97,7 +97,7 @@ class Verifier:
         tokens of a tree, and in `_sample` all of the text.
         """
         prepare = self.target.prepare_inputs_for_generation
-        if prepare.__module__.startswith("transformers."):
+        if is_of(prepare, ("transformers.",)):
             return
         passed, newest, mask = [], self.inputs["position_ids"][..., -1:], self.inputs.get("attention_mask")
         for num_tokens in (1, 2):
@@ -119,7 +119,7 @@ class Verifier:
         Tries whether the target's code reads trees and chains as it reads single tokens. If it refuses or ignores trees, the draft
         proposes chains. If it reads chains differently, too, it proposes nothing.
         """
-        cache, target, given = self.cache, self.target, self.inputs
+        cache, given = self.cache, self.inputs
         token = input_ids[:, -1:].clamp(min=0) if input_ids.shape[1] > 0 else input_ids.new_ones(len(input_ids), 1)
         # Below the root a chain, and a sibling of its first node. With fewer nodes rounding in bfloat16 hides what they see.
         parents = on_device([[0, *range(9), 0]], token.device)
@@ -131,18 +131,21 @@ class Verifier:
             self.is_plain = True  # there is no room to try
             return
         cache.record()
-        self.inputs = target._update_model_kwargs_for_generation(outputs, dict(given), is_encoder_decoder=False)
+        cache.prepare({"input_ids": tokens})  # saves recurrent states
+        self.inputs = self.target._update_model_kwargs_for_generation(outputs, dict(given), is_encoder_decoder=False)
         self.num_forwards += 1
         try:
             text = torch.cat([input_ids, token], dim=1)
-            prepared = target.prepare_inputs_for_generation(text, next_sequence_length=1, **self.inputs)
-            expected = target(**prepared, return_dict=True).logits[:, -1].float()
-            if (reason := self._try(DraftTree.from_parents(tokens, parents), expected)) is not None:
-                cache.is_chain = True
-                self.is_plain = self._try(DraftTree.chain(tokens), expected) is not None
+            prepared = self.target.prepare_inputs_for_generation(text, next_sequence_length=1, **self.inputs)
+            expected = self.target(**prepared, return_dict=True).logits[:, -1].float()
+            trees = [DraftTree.from_parents(tokens, parents), DraftTree.chain(tokens)]
+            for tree in trees[cache.is_chain :]:
+                if (reason := self._try(tree, expected)) is None:
+                    break
+                self.is_plain, cache.is_chain = cache.is_chain, True
                 what, instead = ("several tokens", "nothing") if self.is_plain else ("a tree", "chains")
                 logger.warning_once(
-                    f"{type(target).__name__} cannot read {what}, so the draft proposes {instead}: {reason}"
+                    f"{type(self.target).__name__} cannot read {what}, so the draft proposes {instead}: {reason}"
                 )
         finally:
             self.inputs = given
@@ -342,7 +345,4 @@ def are_same(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(are_same(one[name], other[name]) for name in one)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(are_same, one, other))
-    are_known = all(
-        isinstance(each, (int, float, str, torch.Tensor, dict, list, tuple, type(None))) for each in (one, other)
-    )
-    return not are_known or (type(one) is type(other) and one == other)
+    return type(one) is type(other) and (not isinstance(one, (int, float, str)) or one == other)
