@@ -304,10 +304,14 @@ def steps_of(row: BenchmarkRow) -> str:
     shares = " ".join(f"{share:.2f}" for share in row.acceptance_by_position)
     if not shares:
         shares = "none was accepted" if row.drafted_lengths else "there was no tree"
-    alone = "" if row.tree_acceptance_length is None else f" (acceptance length {row.tree_acceptance_length:.2f})"
+    alone = (
+        ""
+        if row.tree_acceptance_length is None
+        else f" (their own acceptance length: {row.tree_acceptance_length:.2f})"
+    )
     drafting = f"Drafting took {row.draft_share:.0%} of the time. " if row.draft_share else ""
     return (
-        f"{row.task}, batch size {row.batch_size}, T={row.temperature:g}, {row.method}: of {row.target_forwards} forwards, "
+        f"Task {row.task}, batch size {row.batch_size}, T={row.temperature:g}, {row.method}: of {row.target_forwards} forwards, "
         f"{row.plain_steps} were plain steps and {row.lookup_steps} verified looked-up tokens. The others read prompts or verified "
         f"trees. {drafting}The share of trees{alone} with an accepted first, second, ... drafted token: {shares}"
     )

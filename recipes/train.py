@@ -227,6 +227,12 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
             raise
         cause = error.__cause__ or error
         raise ValueError(f"{name} cannot be read: {cause}. Correct the file (`--dataset_name`).") from error
+    except OSError as error:
+        if Path(name).exists():
+            raise
+        raise OSError(
+            f"There is no file or folder {name} (`--dataset_name`), and the Hub gave none: {error}"
+        ) from error
 
 
 def load_mixture(mixture: DatasetMixtureConfig) -> DatasetDict:
@@ -422,7 +428,8 @@ def next_steps(trainer: Eagle3Trainer, target: str, script_args: TrainScriptArgu
             f"    draft.save_pretrained({str(folder)!r})\n\nThen, to use it:\n\n"
         )
         draft = str(folder)
-    measure = ["python", "recipes/benchmark.py", "--target", target, "--draft", draft, "--json", "results.jsonl"]
+    results = f"{Path(draft).name}-results.jsonl"
+    measure = ["python", "recipes/benchmark.py", "--target", target, "--draft", draft, "--json", results]
     tasks = tasks_to_measure(trainer, script_args.dataset_name)
     measure += ["--tasks", *tasks] if tasks else []
     if trainer.args.chat_template_path is not None:
@@ -433,7 +440,7 @@ def next_steps(trainer: Eagle3Trainer, target: str, script_args: TrainScriptArgu
         "    target.generate(**inputs, assistant_model=draft)\n\n"
         f"To measure it{'' if tasks else ' on source code (`--tasks FILE` takes your own prompts)'}:\n\n    {command_line(measure)}\n\n"
         "To push it, with a card that has what was measured:\n\n"
-        f"    {command_line(['python', 'recipes/push.py', str(folder), '--benchmark', 'results.jsonl'])}"
+        f"    {command_line(['python', 'recipes/push.py', str(folder), '--benchmark', results])}"
     )
 
 

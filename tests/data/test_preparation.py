@@ -214,11 +214,15 @@ def test_a_function_that_makes_texts_is_not_for_tokens(tokenizer, tmp_path, capl
 
 @pytest.mark.parametrize(
     ("before", "after", "is_warned"),
-    [("", "", False), ("</s>{% endgeneration %}", "{% endgeneration %}</s>", True)],
+    [
+        ("", "", False),
+        ("</s>{% endgeneration %}", "{% endgeneration %}</s>", True),
+        ("</s>{% endgeneration %}", "</s>\n{% endgeneration %}<s>", False),
+    ],
 )
 def test_ends_of_turns_that_are_not_learned(tokenizer, tmp_path, caplog, before, after, is_warned):
     template = CHAT_TEMPLATE.replace(before, after)
-    assert (template != CHAT_TEMPLATE) == is_warned
+    assert (template != CHAT_TEMPLATE) == (before != after)
     make_trainer(tokenizer, chat(), tmp_path, template, assistant_only_loss=True)
     assert ("ends the assistant's turns with '</s>' outside of `{% generation %}`" in caplog.text) == is_warned
 
@@ -240,7 +244,7 @@ def test_streams(tokenizer, tmp_path, caplog):
     [
         ({}, "cut off"),
         ({"packing": True}, "cut off"),
-        ({"packing": True, "packing_strategy": "bfd_split"}, "split off"),
+        ({"packing": True, "packing_strategy": "bfd_split"}, "split off into other rows"),
     ],
 )
 def test_long_rows_are_reported(tokenizer, tmp_path, caplog, packing, fate):
@@ -252,7 +256,7 @@ def test_long_rows_are_reported(tokenizer, tmp_path, caplog, packing, fate):
         in caplog.text
     )
     kept = sum(len(row) for row in trainer.train_dataset["input_ids"])
-    assert kept == (92 if fate == "split off" else 71)
+    assert kept == (92 if fate.startswith("split off") else 71)
 
 
 @pytest.mark.parametrize("stream", [False, True])

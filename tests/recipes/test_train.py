@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import datasets
 import pytest
@@ -355,6 +356,14 @@ def test_files_that_cannot_be_read_are_named(tmp_path, name, content, error):
         script.load_data(script.TrainScriptArguments(dataset_name=str(tmp_path / name)), DatasetMixtureConfig())
 
 
+def test_a_missing_folder_is_named(tmp_path, monkeypatch):
+    """Which the Hub was asked for."""
+    script = load_script("recipes/train.py")
+    monkeypatch.setattr(script, "load_dataset", Mock(side_effect=ConnectionError("Couldn't reach 'chatz' on the Hub")))
+    with pytest.raises(OSError, match="no file or folder chatz .* Hub gave none: Couldn't reach"):
+        script.load_data(script.TrainScriptArguments(dataset_name="chatz"), DatasetMixtureConfig())
+
+
 @pytest.mark.parametrize("is_first", [False, True])
 def test_one_process_of_a_machine_checks_a_file(tmp_path, monkeypatch, is_first):
     script, checked = load_script("recipes/train.py"), []
@@ -532,7 +541,7 @@ def test_the_chat_of_the_docs(files, tmp_path, tokenizer, monkeypatch, run_recip
     assert "Saved the draft to my-target-speculator.eagle3" in result.stdout
     # To measure as it was trained, on its own prompts.
     held_out = str(Path("chats", "test.jsonl"))
-    assert f"--json results.jsonl --tasks {held_out} --chat_template_path chat.jinja" in result.stdout
+    assert f"-results.jsonl --tasks {held_out} --chat_template_path chat.jinja" in result.stdout
     assert Path("my-target-speculator.eagle3", "model.safetensors").exists()
 
 

@@ -147,14 +147,14 @@ def test_checkpoints_that_are_not_whole_are_passed_over(tmp_path, tokenizer):
         resumed.train(resume_from_checkpoint=True)
         history = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
         assert history == pytest.approx(expected, rel=1e-5) and what_is_broken(broken) is None
-    for no_checkpoint in (tmp_path, tmp_path / "none"):  # the folder of all checkpoints
-        with pytest.raises(ValueError, match="has no trainer_state.json.*last intact checkpoint"):
+    for no_checkpoint, reason in ((tmp_path, "it has no trainer_state.json"), (tmp_path / "none", "there is no such")):
+        with pytest.raises(ValueError, match=f"{reason}.*last intact checkpoint"):  # the first is the folder of all
             resumed.train(resume_from_checkpoint=str(no_checkpoint))
     for step in (2, 4, 6):
         (tmp_path / f"checkpoint-{step}" / "optimizer.pt").unlink()
     with pytest.raises(ValueError, match="no checkpoint to resume from"):
         make_trainer(tmp_path, tokenizer, **arguments).train(resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match="no checkpoint to resume from"):
+    with pytest.raises(ValueError, match="no checkpoint to resume from .* Correct `output_dir`"):
         make_trainer(tmp_path / "empty", tokenizer, **arguments).train(resume_from_checkpoint=True)
     with pytest.raises(ValueError, match="no checkpoint to resume from"):  # it may be the disk that is broken
         make_trainer(tmp_path, tokenizer, **arguments).train(resume_from_checkpoint="auto")
@@ -245,7 +245,7 @@ def test_resuming_what_was_begun_otherwise(tmp_path, tokenizer):
     for changed, match in (
         ({"dataset": TEXTS.select(range(20))}, "rows was 40 before, 20 after"),
         ({"dataset": TEXTS.select(range(39, -1, -1))}, "order_of_rows was"),  # as many rows, in another order
-        ({"per_device_train_batch_size": 2}, "sequences_per_step was 4 before, 2 after"),
+        ({"per_device_train_batch_size": 2}, "sequences_per_step was 4 before, 2 after. `sequences_per_step` is"),
         ({"gradient_accumulation_steps": 2}, "sequences_per_step was 4 before, 8 after"),
         ({"adam_beta2": 0.5}, "adam_beta2 was 0.95 before, 0.5 after"),
         ({"warmup_steps": 2}, "warmup_steps was 0 before, 2 after"),

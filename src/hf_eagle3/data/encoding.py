@@ -282,7 +282,9 @@ class RowEncoder(PromptEncoder):
         return ranges, 0
 
     def unlearned_end(self, row: dict[str, Any]) -> str | None:
-        """Returns the special token that ends the first of a row's learned turns and is not learned, or `None`."""
+        """Returns the special token that ends the first of a row's marked turns and is not learned, or `None`."""
+        if not self.is_marked:
+            return None
         try:
             encoded = self(row)
         except RowError:  # reported when all rows are encoded
@@ -290,9 +292,11 @@ class RowEncoder(PromptEncoder):
         tokens, learned = encoded["input_ids"], [label != -100 for label in encoded["labels"]]
         ends = (place for place in range(1, len(tokens)) if learned[place - 1] and not learned[place])
         special = self.tokenizer.get_added_vocab().values()
-        if (end := next(ends, None)) is None or tokens[end - 1] in special or tokens[end] not in special:
+        if (end := next(ends, None)) is None or tokens[end] not in special:
             return None
-        return self.tokenizer.decode(tokens[end])
+        # A template may mark a line break behind the end of a turn, too.
+        last = next((token for token in reversed(tokens[:end]) if self.tokenizer.decode(token).strip()), None)
+        return None if last in special else self.tokenizer.decode(tokens[end])
 
     def _num_tokens(self, beginning: str, tokens: list[int]) -> int | None:
         """Returns how many tokens of a text belong to its beginning, or `None` if the beginning alone has other tokens."""

@@ -293,6 +293,6 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
 
     def generate(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(
-            "A draft does not generate text by itself. Call `target.generate(..., assistant_model=draft)`. If you did, the "
-            "target's `_assisted_decoding` is not transformers' own: remove what replaces it."
+            "A draft does not generate text by itself. Call `target.generate(..., assistant_model=draft)`, not the other way round. If "
+            "you did, the target's `_assisted_decoding` is not transformers' own: remove what replaces it."
         )

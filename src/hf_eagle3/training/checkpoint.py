@@ -50,6 +50,8 @@ def size_and_checksum(path: Path) -> list[int]:
 def what_is_broken(folder: str | Path) -> str | None:
     """Returns why training cannot resume from a checkpoint, or `None` if it can."""
     folder = Path(folder)
+    if not folder.is_dir():
+        return "there is no such folder"
     content = {}
     for name in (TRAINER_STATE_NAME, CHECKPOINT_FILES):
         try:
@@ -80,7 +82,12 @@ def last_whole_checkpoint(folder: str | Path, may_be_none: bool = False) -> str 
         skipped += f" {Path(checkpoint).name}: {reason}."
     if may_be_none and not list(Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")):
         return None
-    raise ValueError(f"There is no checkpoint to resume from in {folder}.{skipped} Start again, in another folder.")
+    advice = (
+        "Start again, in another folder."
+        if skipped
+        else "Correct `output_dir`, or leave out `resume_from_checkpoint`."
+    )
+    raise ValueError(f"There is no checkpoint to resume from in {folder}.{skipped} {advice}")
 
 
 def checkpoint_to_resume(checkpoint: str | bool | None, output_dir: str | Path) -> str | None:

@@ -195,7 +195,11 @@ def fit_rows(
         check_positions(dataset, trainer.num_positions, args.max_length, name)
     dataset = drop_cut_images(dataset, args.max_length, name)
     is_split = packing and args.packing_strategy != "bfd"
-    fate = "split off" if is_split else "cut off (`packing=True` with `packing_strategy='bfd_split'` keeps them)"
+    fate = (
+        "split off into other rows"
+        if is_split
+        else "cut off (`packing=True` with `packing_strategy='bfd_split'` keeps them)"
+    )
     dataset = report_long_rows(dataset, args.max_length, fate, name)
     if packing and args.packing_strategy == "bfd_split" and args.max_length is not None:
         return taught_pieces(dataset, args.max_length, name)

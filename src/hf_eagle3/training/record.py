@@ -199,9 +199,13 @@ def check_same_settings(trainer: Eagle3Trainer, checkpoint: str, state: TrainerS
     defaults = {field.name: field.default for field in fields(args)}
     then, now = ({name: each.get(name, defaults.get(name)) for name in fixed} for each in (then, now["arguments"]))
     if difference := what_differs(then | {name: record[name] for name in facts}, now | facts):
+        sequences = (
+            "`sequences_per_step` is `per_device_train_batch_size` x `gradient_accumulation_steps` x processes. "
+        )
+        explained = sequences if "sequences_per_step" in difference else ""
         raise ValueError(
-            f"{checkpoint} was trained with other settings: {difference}. Pass the settings that this training began with, or begin "
-            "a new training with its draft (`model`, or `--draft_name_or_path`)."
+            f"{checkpoint} was trained with other settings: {difference}. {explained}Pass the settings that this training "
+            "began with, or begin a new training with its draft (`model`, or `--draft_name_or_path`)."
         )
 
 
