@@ -1,5 +1,6 @@
 """Makes `AutoConfig` and `AutoModel` recognise drafts of other projects, whose `config.json` names another model."""
 
+import copy
 import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -63,7 +64,7 @@ def install_auto_hook() -> None:
     AutoConfig.from_pretrained = classmethod(with_drafts)
 
 
-# Beginnings of words in the names of drafts' classes, and of keys in their configurations.
+# Parts of the names of drafts' classes, and of keys in their configurations.
 DRAFT_WORDS = ("dflash", "dflare", "draft", "dspark", "eagle", "speculat")
 
 
@@ -72,10 +73,16 @@ def may_be_draft(content: dict) -> tuple[bool, bool]:
     Whether a `config.json` may be a draft's, and whether it certainly is. Only then are names of tensors fetched from
     the Hub. Checkpoints in folders are always read.
     """
-    architectures = [str(name) for name in content.get("architectures") or []]
+    architectures = architectures_of(content)
     is_certain = any(word in name.lower() for name in [*content, *architectures] for word in DRAFT_WORDS)
     is_known = bool(architectures) and names_of_transformers().issuperset(architectures)
     return is_certain or not is_known or content.get("num_hidden_layers") == 1, is_certain
+
+
+def architectures_of(content: dict) -> list[str]:
+    """Returns the names of classes in a `config.json`."""
+    names = content.get("architectures") or []
+    return [str(name) for name in (names if isinstance(names, list) else [names])]
 
 
 @functools.cache
@@ -107,7 +114,7 @@ def draft_config(
         kind, names = kind_of_draft(config.to_dict(), name_or_path, hub_kwargs)
         if kind is None:
             if not (trust_remote_code and getattr(config, "auto_map", None)):
-                check_is_no_draft(config.to_dict(), names, name_or_path)
+                check_is_no_draft(config.to_dict(), names, name_or_path, config)
             return None
     content, kwargs = PreTrainedConfig.get_config_dict(name_or_path, **kwargs)
     auto_map, algorithm = content.get("auto_map") or {}, content.get("speculators_model_type")
@@ -132,25 +139,46 @@ def draft_config(
     return eagle3_config(name_or_path, content, hub_kwargs, **kwargs)
 
 
-def check_is_no_draft(content: dict, names: Iterable[str], name_or_path: str | Path) -> None:
+def check_is_no_draft(
+    content: dict, names: list[str], name_or_path: str | Path, config: PreTrainedConfig | None = None
+) -> None:
     """
-    Raises `ValueError` if a checkpoint without the tensors of a known kind of draft calls itself a draft, and lacks those of a
-    whole model, so that transformers would load a random one.
+    Raises `ValueError` if a checkpoint without the tensors of a known kind of draft calls itself a draft, and lacks parts of the
+    model that transformers would make of it with random weights. `config` is what transformers read, if it could.
     """
-    outside = {name.removeprefix("model.") for name in names}
-    if (called := draft_classes(content)) and outside and not {"embed_tokens.weight", "norm.weight"} <= outside:
+    if not names or not (called := draft_classes(content)):
+        return
+    held = {part for name in names for part in name.split(".")}
+    if lacking := min((sorted(parts - held) for parts in parts_of_model(config)), key=len):
+        is_of_code = config is not None and content.get("auto_map")
+        advice = "If you trust the code that it brings, pass `trust_remote_code=True`. " if is_of_code else ""
         raise ValueError(
-            f"{name_or_path} is a draft of a kind that hf-eagle3 does not know: it is called {called}, and holds {sorted(names)[:6]} ... "
-            "The project that trained it, or an engine such as vLLM, may run it. If it is a whole model, correct `architectures` in "
-            "its config.json."
+            f"{name_or_path} is a draft of a kind that hf-eagle3 does not know: it is called {called}, and lacks {lacking[:6]} of a "
+            f"whole model. {advice}The project that trained it, or an engine such as vLLM, may run it. If it is a whole model, correct "
+            "`architectures` in its config.json."
         )
+
+
+def parts_of_model(config: PreTrainedConfig | None) -> list[set[str]]:
+    """
+    Returns the names of the modules with weights in the model that transformers makes of a configuration (`q_proj`), whatever they
+    are within: as they are called there, and as in checkpoints. If it can make none, that is an embedding.
+    """
+    if type(config) not in AutoModel._model_mapping:
+        return [{"embed_tokens"}]
+    import torch  # here, so that `import hf_eagle3` is quick
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with torch.device("meta"):
+        model = AutoModel.from_config(copy.deepcopy(config), trust_remote_code=False)
+    weights = dict(model.named_parameters())
+    names = (weights, revert_weight_conversion(model, weights))
+    return [{name.split(".")[-2] for name in each if "." in name} for each in names]
 
 
 def draft_classes(content: dict) -> list[str]:
     """Returns those of the `architectures` in a `config.json` that are called drafts, and are not classes of transformers."""
-    architectures = content.get("architectures")
-    names = [str(name) for name in architectures] if isinstance(architectures, list) else []
-    called = [name for name in names if any(word in name.lower() for word in DRAFT_WORDS)]
+    called = [name for name in architectures_of(content) if any(word in name.lower() for word in DRAFT_WORDS)]
     return [name for name in called if name not in names_of_transformers()]
 
 

@@ -135,6 +135,8 @@ def test_a_draft_of_an_unknown_kind_is_no_random_model(tmp_path, target):
     (tmp_path / "draft" / "dflare.py").write_text(code)
     content |= {"model_type": "llama", "auto_map": {"AutoModel": "dflare.DFlareModel"}}
     (tmp_path / "draft" / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="pass `trust_remote_code=True`"):
+        AutoModel.from_pretrained(tmp_path / "draft")
     theirs = AutoModel.from_pretrained(tmp_path / "draft", trust_remote_code=True)
     assert type(theirs).__name__ == "DFlareModel"
     # A small model, whatever it is called.
@@ -144,6 +146,58 @@ def test_a_draft_of_an_unknown_kind_is_no_random_model(tmp_path, target):
         json.dumps({**content, "architectures": ["SmallDraftForCausalLM"]})
     )
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "model")) is type(target)
+
+
+@pytest.mark.parametrize(
+    ("lacking", "architectures"),
+    [
+        *((part, ["QwenDFlareDraftModel"]) for part in ("k_proj", "down_proj", "embed_tokens", "norm")),
+        ("embed_tokens", "QwenDFlareDraftModel"),
+    ],
+)
+def test_a_draft_of_an_unknown_kind_lacks_a_part(tmp_path, target, lacking, architectures):
+    """It may have an embedding of its own, and most of its layers."""
+    tensors = {name: tensor for name, tensor in target.state_dict().items() if f".{lacking}." not in name}
+    target.save_pretrained(tmp_path, state_dict={**tensors, "layer_fusion_weights": torch.ones(4)})
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**content, "architectures": architectures}))
+    for loader in (AutoConfig, AutoModel, AutoModelForCausalLM):
+        with pytest.raises(ValueError, match=f"called .'QwenDFlareDraftModel'., and lacks .'{lacking}'. of a whole"):
+            loader.from_pretrained(tmp_path)
+
+
+SMALL = {
+    "bert": {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2},
+    "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2},
+    "granitemoe": {"num_local_experts": 2},  # transformers renames its tensors
+    "mamba": {"hidden_size": 16, "num_hidden_layers": 1},
+    "opt": {"hidden_size": 16, "ffn_dim": 16, "num_attention_heads": 2, "word_embed_proj_dim": 16},
+    "t5": {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2},
+}
+
+
+@pytest.mark.parametrize("model_type", SMALL)
+def test_a_whole_model_may_be_called_a_draft(tmp_path, model_type):
+    config = AutoConfig.for_model(model_type, vocab_size=64, **{**SMALL["bert"], **SMALL[model_type]})
+    model = AutoModel.from_config(config)
+    model.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**content, "architectures": ["TinyEagleModel"]}))
+    assert type(AutoModel.from_pretrained(tmp_path)) is type(model)
+
+
+def test_names_of_whole_models_that_are_called_drafts(tmp_path, target):
+    """Those of wrappers, and of models whose configuration transformers does not know."""
+    target.config.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**content, "architectures": ["EagleLlamaForCausalLM"]}))
+    tensors = {f"module.{name}": tensor for name, tensor in target.state_dict().items()}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert type(AutoConfig.from_pretrained(tmp_path)) is LlamaConfig
+    content |= {"architectures": ["Eagle2_5_VLForConditionalGeneration"], "model_type": "eagle_2_5_vl"}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="`eagle_2_5_vl` but Transformers does not recognize"):
+        AutoConfig.from_pretrained(tmp_path)
 
 
 def test_a_configuration_with_code_of_its_own_is_left_alone(tmp_path, target):
