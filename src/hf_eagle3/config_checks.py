@@ -206,10 +206,12 @@ def check_layers(config: Eagle3Config) -> None:
         raise ValueError(
             f"`layer_types` is {layer_config.layer_types}, but a draft has 'full_attention' and 'sliding_attention' only."
         )
-    if "sliding_attention" in layer_config.layer_types and getattr(layer_config, "sliding_window", None) is None:
-        raise ValueError(
-            "`layer_types` has 'sliding_attention', but no window is on. Set `sliding_window` (Qwen3: `use_sliding_window`, too)."
-        )
+    if "sliding_attention" in layer_config.layer_types:
+        if getattr(layer_config, "sliding_window", None) is None:
+            raise ValueError(
+                "`layer_types` has 'sliding_attention', but no window is on. Set `sliding_window` (Qwen3: `use_sliding_window`, too)."
+            )
+        check_positive(vars(layer_config), "sliding_window")
 
 
 def check_fields(config: Eagle3Config) -> None:

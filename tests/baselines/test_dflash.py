@@ -22,11 +22,13 @@ from conftest import (
 from safetensors.torch import load_file, save_file
 from trainers import make_trainer
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.baselines import DFlashConfig, DFlashForSpeculation
 from hf_eagle3.baselines.block_tree import grow_block_tree
 from hf_eagle3.baselines.dflash import BlockProposer, spread_layer_ids
+from hf_eagle3.remote_code.modeling_eagle3 import Eagle3RotaryEmbedding
 from hf_eagle3.remote_code.policy_eagle3 import Calibration
 from hf_eagle3.remote_code.tree_eagle3 import GenerationCall, Plan, Prices
 from hf_eagle3.tokenizer import load_tokenizer
@@ -311,7 +313,7 @@ def test_published_layouts(tmp_path, kind):
     ],
 )
 @torch.no_grad()
-def test_windows_of_model_optimizer(tmp_path, changes, is_causal):
+def test_windows_of_all_layers(tmp_path, changes, is_causal):
     target, tokens = make_target("llama"), make_prompt(9)
     folder = write_checkpoint(tmp_path / "draft", {**MODELOPT_CONFIG, **changes})
     draft = AutoModel.from_pretrained(folder).eval()
@@ -324,6 +326,52 @@ def test_windows_of_model_optimizer(tmp_path, changes, is_causal):
         each.borrow_embeddings(target)
         logits = each(block, each.combine_hidden_states(aux)).logits[0]
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("keys", "causal", "is_causal", "windows"),
+    [
+        ({"use_swa": True, "swa_window_size": 5}, None, (True, False), (5, None)),
+        ({"use_swa": True, "swa_window_size": 5}, False, (False, False), (5, None)),
+        ({"use_swa": True}, None, (True, False), (4, None)),
+        ({"swa_window_size": 5}, False, (False, False), (5, None)),
+        ({"use_swa": False, "swa_window_size": 5}, None, (True, False), (5, None)),
+    ],
+)
+@pytest.mark.parametrize("changes", [{}, {"sliding_window": None, "use_sliding_window": False}])
+def test_windows_of_some_layers(tmp_path, changes, keys, causal, is_causal, windows):
+    """As in vLLM, types of layers that name windows come first, and the size of the windows is `swa_window_size` if there is one."""
+    if changes and "swa_window_size" not in keys:
+        pytest.skip("nothing says how long the windows are")
+    config = {**ZLAB_CONFIG, "sliding_window": 4, "use_sliding_window": True, **changes}
+    config |= {"layer_types": ["sliding_attention", "full_attention"]}
+    config["dflash_config"] = {**config["dflash_config"], "causal": causal, **keys}
+    draft = AutoModel.from_pretrained(write_checkpoint(tmp_path / "draft", config))
+    draft.save_pretrained(tmp_path / "saved")
+    for each in (draft, AutoModel.from_pretrained(tmp_path / "saved")):
+        layer_config = each.config.transformer_layer_config
+        assert tuple(map(each.config.is_causal_in, layer_config.layer_types)) == is_causal
+        assert [type_ == "sliding_attention" for type_ in layer_config.layer_types] == [True, False]
+        assert layer_config.sliding_window == windows[0]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_the_original_length_beside_the_rotary_embedding(tmp_path, key, model_type):
+    """The frequencies are those of transformers' Qwen3."""
+    yarn, original = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}, {"original_max_position_embeddings": 64}
+    config = {**ZLAB_CONFIG, "head_dim": 32, "rope_theta": 1e4, "model_type": model_type, key: yarn, **original}
+    read = AutoConfig.from_pretrained(write_checkpoint(tmp_path, config)).transformer_layer_config
+    names = ("head_dim", "max_position_embeddings", "hidden_size", "num_attention_heads")
+    theirs = Qwen3RotaryEmbedding(
+        Qwen3Config(rope_parameters=dict(yarn), **original, **{name: config[name] for name in names})
+    )
+    assert Eagle3RotaryEmbedding(read).inv_freq.equal(theirs.inv_freq)
+    other = Qwen3RotaryEmbedding(Qwen3Config(rope_parameters=dict(yarn), **{name: config[name] for name in names}))
+    assert not theirs.inv_freq.equal(other.inv_freq)
+    config[key] = {**yarn, "original_max_position_embeddings": 128}
+    with pytest.raises(ValueError, match=f"is 64 in config.json, but 128 in `{key}`"):
+        AutoConfig.from_pretrained(write_checkpoint(tmp_path, config))
 
 
 @pytest.mark.parametrize(
@@ -865,6 +913,27 @@ def test_layer_ids_that_are_left_out(tmp_path, said, dflash, depth, count, expec
     assert [text for text in said if f"no `target_layer_ids`. We take the outputs of layers {expected}" in text]
 
 
+@pytest.mark.parametrize(
+    ("depth", "count", "num_states", "expected"),
+    [(36, 1, 5, [1, 9, 17, 25, 33]), (36, 5, None, [1, 9, 17, 25, 33]), (5, 2, None, [1, 2])]
+    + [
+        (5, 3, None, None),
+        (36, 2, 37, None),
+        *((depth, count, None, None) for depth in (2, 3, 4) for count in (1, 2)),
+    ],
+)
+def test_how_many_states_are_spread(tmp_path, depth, count, num_states, expected):
+    """verl-SpeCo says how many by `num_context_layers`. Small targets have not enough layers."""
+    config = {**ZLAB_CONFIG, "layer_types": None, "dflash_config": {"mask_token_id": MASK}}
+    config |= {"num_hidden_layers": count, "num_target_layers": depth, "num_context_layers": num_states}
+    folder = write_checkpoint(tmp_path, config)
+    if expected is None:
+        with pytest.raises(ValueError, match="`target_layer_ids` is None"):
+            AutoConfig.from_pretrained(folder)
+    else:
+        assert AutoConfig.from_pretrained(folder).eagle_aux_hidden_state_layer_ids == [id_ + 1 for id_ in expected]
+
+
 def test_keys_of_training_and_of_the_target(tmp_path):
     """SpecForge's DTA is another training of the same network. NeMo Automodel copies the target's configuration."""
     config = {**ZLAB_CONFIG, **OF_TARGETS["qwen3_moe"], "decoder_sparse_step": 1, "num_context_layers": 2}
@@ -906,6 +975,9 @@ def test_layer_ids_that_angelslim_repeats(tmp_path):
         ({"block_size": None}, "lacks .'block_size'"),
         ({"block_size": None, "rope_parameters": 3}, "lacks .'block_size'"),
         ({"dflash_config": {**ZLAB_CONFIG["dflash_config"], "use_swa": True}}, "there is no `swa_window_size`"),
+        *(({"dflash_config": {**ZLAB_CONFIG["dflash_config"], "use_swa": True, "swa_window_size": size}}, f"`swa_window_size` is {size!r}, but must be a positive") for size in (-1, 0, "6")),
+        *(({**WINDOWED_CONFIG, "sliding_window": size}, f"`sliding_window` is {size}, but must be a positive") for size in (-1, 0)),
+        *(({key: value}, key) for key, value in (("first_token", "next"), ("bonus_token", True), ("target_state_scale", 2.0), ("eagle_config", {"norm_before_fc": True}), ("topk", 4))),
         ({"partial_rotary_factor": 0.25}, "rotate whole heads. Remove it, also within `rope_parameters`"),
         ({"dspine_config": {"transfer_rank": 4}, "architectures": ["DSpineDraftModel"]}, "dspine_config.*'DSpineDraftModel'.*vLLM"),
         ({"dflash_config": {**ZLAB_CONFIG["dflash_config"], "attention_sink_bias": True}}, "attention_sink_bias"),

@@ -455,8 +455,8 @@ class DFlashForSpeculation(BaselineDraft):
 
 def spread_layer_ids(num_layers: int, num_states: int) -> list[int]:
     """
-    Ids of the states that a fresh draft reads, from the second layer's output to that of the last but two, as in z-lab's
-    code. Id `k` is the state that enters layer `k`, which z-lab calls `k - 1`.
+    Ids of the states that a fresh draft reads, from the second layer's output to that of the last but two, like z-lab's drafts.
+    Id `k` is the state that enters layer `k`, which z-lab calls `k - 1`.
     """
     first, last = (2, num_layers - 2) if num_layers >= 6 else (1, max(num_layers - 1, 1))
     if num_states == 1:

@@ -7,10 +7,10 @@ import hashlib
 import json
 from typing import Any
 
-from transformers import PreTrainedConfig, Qwen3Config
+from transformers import PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from ..checkpoints.keys import is_neutral
-from ..config_checks import DEFAULTS, NEUTRAL_LAYER_KEYS, NEUTRAL_ROPE_KEYS, changed_defaults
+from ..config_checks import DEFAULTS, NEUTRAL_LAYER_KEYS, NEUTRAL_ROPE_KEYS, changed_defaults, check_positive
 from ..remote_code.auto_eagle3 import logger
 from ..remote_code.configuration_eagle3 import NEUTRAL_KEYS, unknown_keys
 
@@ -33,7 +33,9 @@ OUR_KEYS = (
     "verifier_fingerprint",
     "weights_digest",
 )
-# Model-Optimizer's windows, which all layers have.
+# Of scaled rotary embeddings. It may stand at the top level, where Phi has it.
+ORIGINAL = "original_max_position_embeddings"
+# Model-Optimizer's windows.
 WINDOW_KEYS = ("use_swa", "swa_window_size")
 # How SpecForge trained the draft.
 TRAINING_KEYS = ("prefix_weight_base", "training_mode")
@@ -116,9 +118,9 @@ def nested_form(content: dict[str, Any]) -> dict[str, Any]:
     if content.get("aux_hidden_states_layer_ids") == dflash.get("target_layer_ids"):  # AngelSlim repeats them
         content = {key: value for key, value in content.items() if key != "aux_hidden_states_layer_ids"}
     known = {*DFLASH_KEYS, *LAYER_KEYS, *TOKEN_KEYS, *OUR_KEYS, *NAMING_KEYS, *NEUTRAL_LAYER_KEYS}
-    known |= PreTrainedConfig().to_dict().keys()
-    # The target's configuration may have become the draft's, with the target's experts and tokens.
-    unknown = {key for key in unknown_keys(without_defaults(content), known) if not is_neutral(key)}
+    # The target's configuration may have become the draft's, with its experts. If it says so, there may be more that is about the target.
+    known |= {*PreTrainedConfig().to_dict(), *Qwen3MoeConfig().to_dict(), *Qwen3MoeConfig.attribute_map, ORIGINAL}
+    unknown = {key for key in unknown_keys(without_defaults(content), known) if is_qwen3 or not is_neutral(key)}
     unknown |= {*unknown_keys(without_defaults(dflash), DFLASH_KEYS), *changed_defaults(content)} - {*CAUSAL_KEYS}
     if unknown := unknown - {"partial_rotary_factor"}:  # that is checked later
         raise ValueError(
@@ -153,23 +155,33 @@ def nested_form(content: dict[str, Any]) -> dict[str, Any]:
     layer_config = {key: content[key] for key in LAYER_KEYS if content.get(key) is not None}
     if content.get("partial_rotary_factor") is not None:
         layer_config["partial_rotary_factor"] = content["partial_rotary_factor"]
-    if placed.get("use_swa"):
-        # As in vLLM, the types of the layers then say only whether they are causal, if nothing else does.
-        is_causal = is_causal or {"sliding_attention" in (content.get("layer_types") or ())}
+    has_windows = "sliding_attention" in str(content.get("layer_types"))
+    if placed.get("use_swa") and not has_windows:
+        # As in vLLM, all layers have windows then, and none is causal unless another key says so. Otherwise each layer has its type.
+        is_causal, has_windows = is_causal or {False}, True
+        layer_config["max_window_layers"] = 0  # all layers from there on have windows
+        layer_config.pop("layer_types", None)
+    if has_windows and (placed.get("use_swa") or placed.get("swa_window_size") is not None):
+        check_positive(placed, "swa_window_size")
         window = placed.get("swa_window_size") or content.get("sliding_window")
         if window is None:
             raise ValueError(
                 "`use_swa` is true, but there is no `swa_window_size`. Add what the draft was trained with."
             )
-        layer_config |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
-        layer_config.pop("layer_types", None)  # all layers from `max_window_layers` on have windows
+        layer_config |= {"sliding_window": window, "use_sliding_window": True}
+    original = content.get(ORIGINAL)
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(layer_config.get(key), dict):  # block drafts take one position a token, whatever their target
-            layer_config[key] = {
+            layer_config[key] = scaling = {
                 name: "default" if each == "mrope" else each
                 for name, each in layer_config[key].items()
                 if name not in NEUTRAL_ROPE_KEYS
             }
+            is_scaled = scaling.get("rope_type", scaling.get("type", "default")) != "default"
+            if original and is_scaled and scaling.setdefault(ORIGINAL, original) != original:
+                raise ValueError(
+                    f"`{ORIGINAL}` is {original!r} in config.json, but {scaling[ORIGINAL]!r} in `{key}`. Remove the wrong one."
+                )
     return {
         "model_type": "dflash",
         "transformer_layer_config": {**layer_config, "model_type": "qwen3"},
@@ -184,12 +196,17 @@ def nested_form(content: dict[str, Any]) -> dict[str, Any]:
 def default_layer_ids(content: dict[str, Any]) -> list[int] | None:
     """
     Returns the ids of layers that SpecForge, TorchSpec, AngelSlim and NeMo Automodel train a draft with whose configuration names
-    none: as many as it has layers, spread over the target. `None` if there is no number of layers.
+    none: as many as it has layers, or verl-SpeCo's `num_context_layers`, spread over the target. `None` if these numbers are missing,
+    or the target has not enough layers for that.
     """
-    depth, count = (content.get(key) for key in ("num_target_layers", "num_hidden_layers"))
-    if type(depth) is not int or type(count) is not int or not 1 <= count <= depth:
+    # Rounded as there. `spread_layer_ids`, which is for fresh drafts, fits small targets, too, and differs in some others by one layer.
+    depth, num_layers = content.get("num_target_layers"), content.get("num_hidden_layers")
+    count = content.get("num_context_layers") or num_layers
+    if type(depth) is not int or type(count) is not int or not (depth > 4 and 1 <= count <= depth):
         return None
     spread = [round(1 + index * (depth - 4) / (count - 1)) for index in range(count)] if count > 1 else [depth // 2]
+    if len(set(spread)) < count:
+        return None
     logger.warning_once(
         f"This config.json has no `target_layer_ids`. We take the outputs of layers {spread}, as most trainers do then. If few tokens "
         "are accepted, add what the draft was trained with."
