@@ -11,7 +11,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_eagle3.remote_code import attention_eagle3
+from hf_eagle3.remote_code import attention_eagle3, verify_eagle3
 from hf_eagle3.remote_code.attention_eagle3 import PACKED_HEADS, additive_mask, install_packed_attention
 
 
@@ -42,7 +42,7 @@ def attended(monkeypatch):
         calls.append((key, attn_mask))
         return attend(query, key, value, attn_mask=attn_mask, **kwargs)
 
-    record.__module__ = "torch.nn.functional"  # or the target would have code of its own
+    monkeypatch.setattr(verify_eagle3, "has_own_code", lambda target: False)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
     return calls
 

@@ -3,7 +3,7 @@
 import copy
 import threading
 from contextlib import nullcontext
-from functools import partial, wraps
+from functools import partial, update_wrapper, wraps
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 
@@ -27,7 +27,7 @@ from transformers import (
     TorchAoConfig,
     pipeline,
 )
-from transformers.cache_utils import DynamicLayer, StaticLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, repeat_kv
@@ -311,6 +311,13 @@ def test_layers_of_torchao_are_tried(target, draft):
         config = quantization.Int8DynamicActivationInt8WeightConfig(granularity=granularity)
         quantization.quantize_(quantized, config)
         assert mixes_tokens(quantized) == isinstance(granularity, quantization.PerTensor)
+    router = make_target("mixtral")  # whose weights are in no linear layer
+    quantization.quantize_(router, quantization.FqnToConfig({r"re:.*mlp\.gate\.weight": config}), filter_fn=None)
+    assert mixes_tokens(router)
+    plain = copy.deepcopy(target)
+    assert not mixes_tokens(plain)
+    quantization.quantize_(plain, config)  # after its layers were tried
+    assert mixes_tokens(plain)
 
 
 class Interrupt(Exception):
@@ -506,20 +513,26 @@ def test_decoding_of_its_own_is_refused(draft):
 
 def test_decoding_that_somebody_replaced_is_refused(target, draft, monkeypatch):
     """For all models, as contrastive decoding and compressed caches do."""
-    store = DynamicLayer.update
+    stores = Cache.update, DynamicLayer.update, DynamicSlidingWindowLayer.update
 
     def sample(*args, **kwargs):
         raise NotImplementedError
 
-    def update(layer, keys, values, *args, **kwargs):
+    def update(layer, keys, values, *args, store, **kwargs):
         scale = keys.abs().amax(dim=-2, keepdim=True) / 7  # of all new tokens
         return store(layer, (keys / scale).round() * scale, values, *args, **kwargs)
 
-    for owner, name, function in ((GenerationMixin, "_sample", sample), (DynamicLayer, "update", update)):
+    replaced = [(GenerationMixin, "_sample", sample)]
+    for owner, store in zip((Cache, DynamicLayer, DynamicSlidingWindowLayer), stores):
+        replaced.append((owner, "update", partial(update, store=store)))
+    for owner, name, function in replaced:
         with monkeypatch.context() as context:
             context.setattr(owner, name, wraps(getattr(owner, name))(function))
             with pytest.raises(ValueError, match="somebody replaced (transformers'|`update`)"):
                 target.generate(make_prompt(5), assistant_model=draft, max_new_tokens=4)
+    # torch's own decorators change nothing.
+    monkeypatch.setattr(GenerationMixin, "_sample", torch.no_grad()(GenerationMixin._sample))
+    monkeypatch.setattr(DynamicLayer, "update", torch.compiler.disable(DynamicLayer.update))
     assert_same_text(target, draft, make_prompt(5))
 
 
@@ -646,10 +659,20 @@ class OwnAttention(torch.nn.Module):
         return own_forward(self.attention, *args, **kwargs)
 
 
+class OwnForward:
+    def __init__(self, attention):
+        self.attention = attention
+
+    def __call__(self, *args, **kwargs):
+        return own_forward(self.attention, *args, **kwargs)
+
+
 SDPA, ATTENTION_FORWARD = torch.nn.functional.scaled_dot_product_attention, LlamaAttention.forward
 
 
-@pytest.mark.parametrize("what", ["module", "forward", "class", "wrapped", "decorated", "function", "torch"])
+@pytest.mark.parametrize(
+    "what", ["module", "forward", "partial", "object", "class", "wrapped", "decorated", "function", "torch"]
+)
 def test_attention_that_somebody_replaced(what, warned, monkeypatch):
     """It knows that `generate` needs no mask, so it ignores those of trees. The target's class is transformers' own."""
     target, prompt = make_target("llama"), make_prompt(12)
@@ -670,6 +693,10 @@ def test_attention_that_somebody_replaced(what, warned, monkeypatch):
         layer.self_attn = OwnAttention(layer.self_attn)
     if what == "forward":
         layer.self_attn.forward = partial(own_forward, layer.self_attn)
+    if what == "partial":
+        layer.self_attn.forward = update_wrapper(partial(own_forward, layer.self_attn), ATTENTION_FORWARD)
+    if what == "object":
+        layer.self_attn.forward = update_wrapper(OwnForward(layer.self_attn), ATTENTION_FORWARD)
     type(verify_eagle3.logger).warning_once.cache_clear()
     oracle.generation_config.output_steps = True
     steps = assert_same_text(target, oracle, prompt).steps
@@ -708,6 +735,39 @@ def test_attention_of_ones_own_that_takes_several_tokens_in_a_prompt_only(warned
     type(verify_eagle3.logger).warning_once.cache_clear()
     assert assert_same_text(target, oracle, prompt).plain_steps == 23
     assert [text for text in warned if "cannot read several tokens, so the draft proposes nothing" in text]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "lfm2"])
+def test_code_of_ones_own_that_gives_several_tokens_one_position(family, warned):
+    """The first of them is read as it should be."""
+    target, prompt = make_target(family), make_prompt(9)
+    oracle, forward = oracle_of(target, prompt), target.model.forward
+
+    def at_one_position(*args, position_ids, **kwargs):
+        if position_ids.min() > 0:  # after the prompt
+            position_ids = position_ids[:, :1].expand_as(position_ids)
+        return forward(*args, position_ids=position_ids, **kwargs)
+
+    target.model.forward = at_one_position
+    type(verify_eagle3.logger).warning_once.cache_clear()
+    assert assert_same_text(target, oracle, prompt).plain_steps == 23
+    assert [text for text in warned if "cannot read several tokens, so the draft proposes nothing" in text]
+
+
+@pytest.mark.parametrize("error", [AttributeError, KeyError])
+def test_code_of_ones_own_that_refuses_several_tokens(error, warned):
+    target, prompt = make_target("llama"), make_prompt(12)
+    oracle, forward = oracle_of(target, prompt), target.model.forward
+
+    def one_by_one(*args, position_ids, **kwargs):
+        if position_ids.min() > 0 and position_ids.shape[1] > 1:
+            raise error("several")
+        return forward(*args, position_ids=position_ids, **kwargs)
+
+    target.model.forward = one_by_one
+    type(verify_eagle3.logger).warning_once.cache_clear()
+    assert assert_same_text(target, oracle, prompt).plain_steps == 23
+    assert [text for text in warned if "proposes nothing" in text]
 
 
 def test_own_code_is_not_tried_beyond_the_last_position(warned, monkeypatch):

@@ -133,6 +133,13 @@ def test_the_best_static_tree_is_the_best_of_all():
         assert value(best_static_tree(accuracies, 4), accuracies) == pytest.approx(best)
 
 
+def test_static_trees_that_are_wider_than_the_branching_factor():
+    target, prompt = make_target("llama"), make_prompt(27)
+    draft = make_baseline("eagle", target)
+    ours = {"tree_policy": "static", "num_assistant_tokens": 54, "tree_depth": 4}
+    assert_same_text(target, draft, prompt, max_new_tokens=11, ours=ours)
+
+
 def test_static_trees_with_fewer_tokens_than_ranks():
     logits = torch.tensor([[0.1, 0.9]])
     tree = grow_static_tree([[0], [1], [2]], torch.tensor([[5]]), logits, logits, None, None, Plan("draft", 1, 3, 3))

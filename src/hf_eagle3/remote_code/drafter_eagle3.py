@@ -151,8 +151,9 @@ class Drafter(Proposer):
         self.draft, self.call, self.is_static = draft, call, call.capacity is not None
         self.max_plan = call.max_plan._replace(depth=min(call.max_plan.depth, call.max_plan.num_nodes))
         self.most_new = self.max_plan.depth + 1  # tokens that a step with a tree may accept
-        # Slots beside the text: for accepted tokens, or a tree.
-        self.num_spare = max(self.most_new, self.max_plan.branching_factor * (self.max_plan.depth - 1))
+        # Slots beside the text: for accepted tokens, or a tree. EAGLE's static one may have wider levels than its branching factor.
+        plan = self.max_plan
+        self.num_spare = max(self.most_new, plan.branching_factor * (plan.depth - 1), plan.num_nodes)
         self.cache: DraftCache | None = None
         self.lengths: list[int] = []  # how many tokens each row has read
         self.unread: list[Rows] = []  # what each step accepted

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
-from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, StaticLayer
+from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel, cache_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .auto_eagle3 import logger
@@ -43,6 +43,8 @@ ROW_WISE_MODULES = ("torch.", "transformers.", "peft.", "torchao.", "bitsandbyte
 WITHOUT_ATTENTION = ("aqlm.", "awq.", "compressed_tensors.", "eetq.", "gptqmodel.", "hqq.", "liger_kernel.", "quark.")
 # Linear layers of these libraries mix tokens only if [`mixes_tokens`] names them. PEFT's hold others.
 KNOWN_LAYERS = ("bitsandbytes.", "peft.", "transformers.")
+# Code that wraps transformers' methods and does not change what they return, and ours (the last one of a copy).
+HARMLESS = ("transformers.", "torch.", "contextlib", "hf_eagle3.", f"{__package__}.")
 # Other linear layers that were tried, and do not, or take other inputs.
 _TRIED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
@@ -117,18 +119,23 @@ def check_target(target: PreTrainedModel) -> None:
             ),
             f"{name} hears a piece of the sound with each token": target.config.model_type == "voxtral_realtime",
             f"{name} has a `_sample` of its own, or somebody replaced transformers', so its text may be another one": (
-                not is_of(target._sample, ("transformers.generation.",))
+                not is_of(target._sample, HARMLESS)
             ),
-            "somebody replaced `update` of transformers' cache layers, which may now store what cannot be rolled back": (
-                not all(is_of(layer.update, ("transformers.",)) for layer in (DynamicLayer, StaticLayer))
+            "somebody replaced `update` of transformers' caches, which may now store what cannot be rolled back": (
+                not all(is_of(each.update, HARMLESS) for each in vars(cache_utils).values() if is_cache(each))
             ),
             # It may count its calls, and a step that writes several tokens makes one.
             f"{name} has an `_update_model_kwargs_for_generation` of its own, which may depend on single tokens": (
-                not is_of(target._update_model_kwargs_for_generation, ("transformers.",))
+                not is_of(target._update_model_kwargs_for_generation, HARMLESS)
             ),
         }
     )
     check_dropout("target", target)
+
+
+def is_cache(value: Any) -> bool:
+    """Whether it is a class of caches, or of their layers."""
+    return isinstance(value, type) and issubclass(value, (Cache, cache_utils.CacheLayerMixin))
 
 
 def mixes_tokens(target: PreTrainedModel) -> bool:
@@ -140,6 +147,15 @@ def mixes_tokens(target: PreTrainedModel) -> bool:
     schemes = [getattr(module, "quantization_scheme", None) for module in target.modules()]
     activations = (getattr(each, f"{kind}_activations", None) for each in schemes for kind in ("input", "output"))
     if any(each is not None and each.strategy == "tensor" and each.dynamic for each in activations):
+        return True
+    # torchao's weights may be outside of linear layers, and offloaded. Calibrated scales are stored.
+    scaled = (weight for weight in target.parameters() if getattr(weight, "act_quant_scale", None) is None)
+    settings = [getattr(weight, "act_quant_kwargs", None) for weight in scaled]
+    if any(
+        type(getattr(each, "granularity", None)).__name__ == "PerTensor"
+        or getattr(each, "use_dynamic_per_tensor_scale", False)  # NVFP4
+        for each in settings
+    ):
         return True
     named = "peft.tuners.lily.", "transformers.integrations.nvfp4"
     return any(
@@ -154,7 +170,7 @@ def is_unknown_layer(module: nn.Module) -> bool:
         return False
     # Weights in other classes compute by themselves. A packed one has other names.
     is_plain = type(module) is nn.Linear and type(getattr(module, "weight", None)) is nn.Parameter
-    return not is_plain or not is_of(module.forward, ("torch.nn.",))
+    return not is_plain or not is_of(module.forward, ("torch.", "accelerate."))
 
 
 def mixes(layer: Any, dtype: torch.dtype) -> bool:
@@ -173,8 +189,7 @@ def mixes(layer: Any, dtype: torch.dtype) -> bool:
             break
         except torch.OutOfMemoryError:  # says nothing about the layer
             raise
-        # It takes other inputs, or processes hold shares of it.
-        except (AttributeError, RuntimeError, TypeError, ValueError):
+        except Exception:  # it takes other inputs, or processes hold shares of it
             pass
     _TRIED.add(layer)
     return False
@@ -285,22 +300,32 @@ def has_plain_modules(model: PreTrainedModel, known: tuple[str, ...]) -> bool:
             return False
         # PEFT gives each row its own adapter in a hook. Hooks of others may do anything to a row.
         hooks += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    harmless = ("transformers.", "hf_eagle3.", f"{__package__}.")  # the last one of a copy
-    return all(is_of(hook, harmless) for hook in hooks)
+    return all(is_of(hook, HARMLESS) for hook in hooks)
 
 
 def has_own_code(target: PreTrainedModel) -> bool:
     """Whether code that is not of known libraries computes the target: a class, a `forward`, or attention that somebody replaced."""
     name = target.config.get_text_config(decoder=True)._attn_implementation
-    attention = ALL_ATTENTION_FUNCTIONS.get(name, nn.Module), nn.functional.scaled_dot_product_attention
+    attention: Any = ALL_ATTENTION_FUNCTIONS.get(name, nn.Module)
+    while (
+        getattr(getattr(attention, "func", None), "__name__", None) == "packed_attention"
+    ):  # ours, perhaps of another copy
+        attention = attention.args[0]
     code = (each for module in target.modules() for each in (type(module), module.forward))
-    return not all(is_of(each, (*ROW_WISE_MODULES, *WITHOUT_ATTENTION)) for each in (*code, *attention))
+    return not all(
+        is_of(each, (*ROW_WISE_MODULES, *WITHOUT_ATTENTION, *HARMLESS))
+        for each in (*code, attention, F.scaled_dot_product_attention)
+    )
 
 
 def is_of(code: Any, libraries: tuple[str, ...]) -> bool:
     """Whether a class or a function, and what it wraps, is of these libraries. `functools.wraps` copies `__module__`."""
-    module = getattr(code, "__globals__", {}).get("__name__") or getattr(code, "__module__", None) or ""
     wrapped = getattr(code, "__wrapped__", None)
+    while isinstance(code, functools.partial):  # as accelerate's hooks
+        code = code.func
+    if not hasattr(code, "__globals__") and not isinstance(code, (type, types.BuiltinFunctionType)):
+        code = type(code)  # an object that can be called
+    module = getattr(code, "__globals__", {}).get("__name__") or getattr(code, "__module__", None) or ""
     return module.startswith(libraries) and (wrapped is None or is_of(wrapped, libraries))
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The target during a call: its inputs, its outputs at the nodes of trees, and limits of trees."""
 
+import functools
 from typing import Any
 
 import torch
@@ -132,12 +133,17 @@ class Verifier:
             return
         cache.record()
         cache.prepare({"input_ids": tokens})  # saves recurrent states
-        self.inputs = self.target._update_model_kwargs_for_generation(outputs, dict(given), is_encoder_decoder=False)
-        self.num_forwards += 1
+        update = functools.partial(self.target._update_model_kwargs_for_generation, is_encoder_decoder=False)
+        self.inputs = inputs = update(outputs, dict(given))
+        expected = []
         try:
-            text = torch.cat([input_ids, token], dim=1)
-            prepared = self.target.prepare_inputs_for_generation(text, next_sequence_length=1, **self.inputs)
-            expected = self.target(**prepared, return_dict=True).logits[:, -1].float()
+            for count in (1, 2):
+                self.num_forwards += 1
+                text = torch.cat([input_ids, tokens[:, :count]], dim=1)
+                prepared = self.target.prepare_inputs_for_generation(text, next_sequence_length=1, **inputs)
+                outputs = self.target(**prepared, return_dict=True)
+                expected.append(outputs.logits[:, -1].float())
+                inputs = update(outputs, dict(inputs))
             trees = [DraftTree.from_parents(tokens, parents), DraftTree.chain(tokens)]
             for tree in trees[cache.is_chain :]:
                 if (reason := self._try(tree, expected)) is None:
@@ -152,21 +158,24 @@ class Verifier:
             cache.roll_back()
             cache.release()
 
-    def _try(self, tree: DraftTree, expected: torch.Tensor) -> str | None:
-        """Why the target does not predict what is `expected` at the root, or the same for siblings with the same token; or `None`."""
+    def _try(self, tree: DraftTree, expected: list[torch.Tensor]) -> str | None:
+        """
+        Why the target does not predict what is `expected` at the root and its child, or the same for siblings with the same token; or
+        `None`.
+        """
         self.cache.roll_back()
         self.num_forwards += 1
         try:
             logits = self.target(**self._inputs_for(tree)[0], return_dict=True).logits.float()
         except torch.OutOfMemoryError:
             raise
-        except (AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        except Exception as error:
             return str(error)
         self._check_logits(logits, tree.num_nodes)
-        differences = [logits[:, 0] - expected]
+        differences = [logits[:, node] - each for node, each in enumerate(expected)]
         if not self.cache.is_chain:
             differences.append(logits[:, 1] - logits[:, -1])
-        rounding = expected.abs().max() * torch.finfo(self.target.dtype).eps ** 0.5
+        rounding = torch.stack(expected).abs().max() * torch.finfo(self.target.dtype).eps ** 0.5
         is_same = torch.stack(differences).abs().max() <= rounding
         return None if is_same else "it ignores its mask or its positions"
 
