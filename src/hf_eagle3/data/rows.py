@@ -385,7 +385,7 @@ def _refuse_beside_text(row: dict[str, Any]) -> None:
 def _refuse_beside_prompt(row: dict[str, Any]) -> None:
     _refuse_beside_text(row)
     for name in PROMPT_PARTS:
-        if _is_left_out(row.get(name), str(row["prompt"])):
+        if _is_left_out(row.get(name), str(row.get("prompt"))):
             raise RowError(
                 f"it has {name!r} beside 'prompt', which does not have it. Write it into the prompt, or remove the column"
             )

@@ -28,8 +28,11 @@ AUTO_MAP = {
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "has_own_embed_tokens")
 # Keys of config.json that only drafts have: `speculators`' and ours, and those of other projects.
 DRAFT_KEYS = {
-    *("speculators_model_type", "open_spec_config_version"),
-    *("draft_vocab_size", "eagle_config", "dflash_config"),
+    "speculators_model_type",
+    "open_spec_config_version",
+    "draft_vocab_size",
+    "eagle_config",
+    "dflash_config",
 }
 # Others write these into a config.json. They do not change a draft.
 NEUTRAL_KEYS = {

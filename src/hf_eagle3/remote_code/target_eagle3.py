@@ -307,9 +307,8 @@ def has_own_code(target: PreTrainedModel) -> bool:
     """Whether code that is not of known libraries computes the target: a class, a `forward`, or attention that somebody replaced."""
     name = target.config.get_text_config(decoder=True)._attn_implementation
     attention: Any = ALL_ATTENTION_FUNCTIONS.get(name, nn.Module)
-    while (
-        getattr(getattr(attention, "func", None), "__name__", None) == "packed_attention"
-    ):  # ours, perhaps of another copy
+    # Ours, perhaps of another copy.
+    while getattr(getattr(attention, "func", None), "__name__", None) == "packed_attention":
         attention = attention.args[0]
     code = (each for module in target.modules() for each in (type(module), module.forward))
     return not all(
