@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_eagle3.environment import environment, folder_or_hub_id, run_script
-from hf_eagle3.evaluation.drafts import CODE_HELP, CODES, code_of, load_draft
+from hf_eagle3.evaluation.drafts import load_draft
 
 
 @torch.no_grad()
@@ -64,7 +64,6 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=folder_or_hub_id, required=True, help="Folder or Hub id")
     parser.add_argument("--draft", type=folder_or_hub_id, required=True, help="Folder or Hub id")
-    parser.add_argument("--code", choices=CODES, default="installed", help=CODE_HELP)
     parser.add_argument("--prompts", required=True, help='JSON Lines file, one {"prompt": "..."} a line')
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16", "float32"])
     parser.add_argument("--num_prompts", type=int)
@@ -87,8 +86,7 @@ def main():
     ]
     for dtype in args.dtypes:
         target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(args.device).eval()
-        draft = load_draft(args.draft, args.code, dtype=dtype).to(args.device)
-        facts["draft_code"] = code_of(draft)
+        draft = load_draft(args.draft, dtype=dtype).to(args.device)
         draft.generation_config.tree_policy = args.tree_policy
         results[dtype] = rows = [
             compare(target, draft, torch.tensor([prompt], device=args.device), args.max_new_tokens)

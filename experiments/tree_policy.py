@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from hf_eagle3.environment import environment
 from hf_eagle3.evaluation.benchmark import synchronize
-from hf_eagle3.evaluation.drafts import CODE_HELP, CODES, code_of, load_draft
+from hf_eagle3.evaluation.drafts import load_draft
 from hf_eagle3.evaluation.tasks import OFFLINE, load_prompts
 from hf_eagle3.remote_code.configuration_eagle3 import tree_settings
 from hf_eagle3.tokenizer import padded_inputs, padding_token
@@ -37,7 +37,6 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="Target: a folder or a Hub id")
     parser.add_argument("--draft", required=True, help="Draft: a folder or a Hub id")
-    parser.add_argument("--code", choices=CODES, default="installed", help=CODE_HELP)
     parser.add_argument("--prompts", default=OFFLINE, help="A task of recipes/benchmark.py, or a file")
     parser.add_argument("--num_prompts", type=int, default=16)
     parser.add_argument("--max_new_tokens", type=int, default=64)
@@ -134,7 +133,7 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).to(args.device).eval()
     tokenizer.pad_token = padding_token(tokenizer, target.config.get_text_config(decoder=True).vocab_size)
-    draft = load_draft(args.draft, args.code, dtype=target.dtype).to(args.device)
+    draft = load_draft(args.draft, dtype=target.dtype).to(args.device)
     target.generation_config.eos_token_id = None  # texts of one length
     prompts = load_prompts(args.prompts, tokenizer, args.num_prompts)
     drafts = {"auto": draft, "auto, useless draft": useless(draft)}
@@ -143,7 +142,6 @@ def main():
     own = {name: tree_settings(draft.generation_config)[name] for name in names}
     trees = fixed_trees(args.depths, args.branching_factors, args.budgets)
     facts = {**environment(args.device), "dtype": str(target.dtype).removeprefix("torch.")}
-    facts["draft_code"] = code_of(draft)
     results = []
 
     for batch_size, temperature in itertools.product(args.batch_sizes, args.temperatures):

@@ -22,8 +22,6 @@ A task that cannot be reached is left out and reported.
 
     python recipes/benchmark.py --compare before.jsonl after.jsonl
 
-The draft runs the installed code, or with `--code saved` the code that was saved with it. The results say which.
-
 `--profile` times the parts of a step. On an accelerator each part ends with a sync, so a step takes longer than usual.
 """
 
@@ -67,7 +65,7 @@ from hf_eagle3.evaluation import (
     run_benchmark,
 )
 from hf_eagle3.evaluation.benchmark import IN_BATCHES, check_batches
-from hf_eagle3.evaluation.drafts import CODE_HELP, CODES, code_of, load_draft, method_of, sampled_digest
+from hf_eagle3.evaluation.drafts import load_draft, method_of, sampled_digest
 from hf_eagle3.evaluation.profile import format_profile, profile_steps
 from hf_eagle3.evaluation.results import OTHER_DRAFTS, OURS
 from hf_eagle3.evaluation.tasks import OFFLINE, expand, task_name
@@ -90,7 +88,6 @@ def parse_arguments():
     parser.add_argument("--draft", type=folder_or_hub_id, help="Draft: a folder or a Hub id")
     add_place_of_draft(parser)
     parser.add_argument("--trust_remote_code", action="store_true", help="Run code from the target's repo")
-    parser.add_argument("--code", choices=CODES, default="installed", help=CODE_HELP)
     parser.add_argument(
         "--assistant", type=folder_or_hub_id, help="Small model for the method `assistant`: a folder or a Hub id"
     )
@@ -290,7 +287,7 @@ def load_models(args, with_images: bool) -> dict:
 
 def load_measured_draft(args, dtype: torch.dtype):
     """Returns the draft with the settings of its trees, and the digest of its checkpoint's weights."""
-    draft = load_draft(args.draft, args.code, dtype="auto", **place_of_draft(args))
+    draft = load_draft(args.draft, dtype="auto", **place_of_draft(args))
     weights = weights_digest(draft.state_dict())  # whatever the dtype it runs in
     draft = draft.to(args.device, dtype if args.dtype != "auto" else draft.dtype)
     for name in DEFAULT_TREE_SETTINGS:
@@ -377,7 +374,7 @@ def main():
         facts["dtype"] += f" with a target of {args.bits} bits"
     if args.draft:
         draft, weights = load_measured_draft(args, target.dtype)
-        facts["draft_code"], tree = code_of(draft), tree_settings(draft.generation_config)
+        tree = tree_settings(draft.generation_config)
     args.methods, drafts = methods_of(args, draft)
     tasks, missing = collect_prompts(args, tokenizer, target, images)
     run = {

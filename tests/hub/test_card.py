@@ -111,10 +111,6 @@ def test_the_whole_card(draft):
         tags=["code"],
     )
     assert str(card) == EXPECTED.read_text(encoding="utf-8")
-    saved = {**BENCHMARK.run["environment"], "draft_code": "saved with the draft, in a-draft (0123)"}
-    benchmark = BenchmarkResults({**BENCHMARK.run, "environment": saved}, BENCHMARK.measurements)
-    text = render_card("me/Model-8B-speculator.eagle3", draft, benchmark=benchmark).text
-    assert "hf-eagle3 0.1.0; the draft's code was saved with the draft, in a-draft (0123)." in text
     # What the Hub makes of it.
     data = ModelCard(str(card)).data
     assert (data.base_model, data.base_model_relation, data.library_name) == (

@@ -1,46 +1,28 @@
-"""Loads a draft to measure it, with the installed code or with the code that was saved with it."""
+"""Loads a draft of any method to measure it, and tells drafts and models apart."""
 
 import hashlib
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from .. import __version__
 from ..auto import kind_of_draft
 from ..baselines import BASELINES, DFlashForSpeculation
-from ..environment import is_path
-from ..remote_code.draft_model_eagle3 import DraftModel
 from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation
 from ..tensor_names import HUB_ARGUMENTS, is_block_draft
 
 
 NUM_SAMPLED = 64  # numbers of each tensor in a `sampled_digest`
-CODES = ("installed", "saved")
-CODE_HELP = "The code that the draft runs: the installed hf-eagle3, or the code that was saved with it (remote code)"
 
 
-def load_draft(name: str, code: str = "installed", **kwargs: Any) -> Any:
+def load_draft(name: str, **kwargs: Any) -> Any:
     """
     Loads a draft (a folder or Hub id), in evaluation mode: an EAGLE-3 draft of any format, a block draft, or another of
-    `hf_eagle3.baselines`. The `code` is that of the installed hf-eagle3, or `"saved"`: what was saved with the draft, as
-    `AutoModel.from_pretrained(name, trust_remote_code=True)` runs it. `kwargs` are those of `from_pretrained`. With
-    `output_loading_info=True` it returns that, too. Raises `ValueError` if it is not a draft, or no code of a draft was saved.
+    `hf_eagle3.baselines`. It never runs code from the draft's repo. `kwargs` are those of `from_pretrained`. With
+    `output_loading_info=True` it returns that, too. Raises `ValueError` if it is not a draft.
     """
-    hub_kwargs = {argument: kwargs[argument] for argument in HUB_ARGUMENTS if argument in kwargs}
-    if code == "installed":
-        loaded = class_of(name, **kwargs).from_pretrained(name, **{**kwargs, "trust_remote_code": False})
-    elif "AutoModel" not in PreTrainedConfig.get_config_dict(name, **hub_kwargs)[0].get("auto_map", {}):
-        raise ValueError(f"No code was saved with {name}. Measure it with the installed code (`--code installed`).")
-    else:
-        loaded = AutoModel.from_pretrained(name, **{**kwargs, "trust_remote_code": True})
-    draft = loaded[0] if isinstance(loaded, tuple) else loaded
-    if not hasattr(draft, "assisted_decoding"):
-        raise ValueError(
-            f"The code of {name} makes a {type(draft).__name__}, which is not a draft of hf-eagle3. Pass `--code installed`."
-        )
-    draft.eval()
+    loaded = class_of(name, **kwargs).from_pretrained(name, trust_remote_code=False, **kwargs)
+    (loaded[0] if isinstance(loaded, tuple) else loaded).eval()
     return loaded
 
 
@@ -71,17 +53,6 @@ def method_of(draft: PreTrainedModel) -> str:
     if config.model_type == "dflash":  # transformers' own DFlash has that name
         return "jetspec" if config.is_causal else "dflash-tree"
     return "eagle-2" if config.model_type == "eagle" and config.static_tree is None else config.model_type
-
-
-def code_of(draft: PreTrainedModel) -> str:
-    """Returns the code that a loaded draft runs: the version of hf-eagle3, or the folder or repo with its digest or commit."""
-    if isinstance(draft, DraftModel):
-        return f"hf-eagle3 {__version__}"
-    name = draft.name_or_path
-    folder = Path(name).resolve().name if is_path(name) else name
-    # transformers copies the code into a package, whose name is the digest of a folder's code or the commit of a repo.
-    version = type(draft).__module__.split(".")[-2]
-    return f"saved with the draft, in {folder} ({version})"
 
 
 def sampled_digest(model: PreTrainedModel) -> str:

@@ -5,37 +5,42 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import torch
 from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
+from ..remote_code import decoding_eagle3, verify_eagle3
+from ..remote_code.cache_eagle3 import TreeCache
+from ..remote_code.drafter_eagle3 import Drafter
+from ..remote_code.lookup_eagle3 import PromptLookup
+from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation
+from ..remote_code.slots_eagle3 import Slots
+from ..remote_code.verify_eagle3 import Verifier
 from .benchmark import synchronize
 from .results import markdown_table
 
 
 PROMPT, REST = "prompt", "Python and the rest"
 IN_A_GRAPH = ("draft forwards", "tree building")  # on CUDA devices a graph drafts the whole tree, so they are one part
-# A part, and a function of it: in the draft's code (module, and class if it is a method), or in transformers. Where a
-# function of another part runs inside, its time counts for the other part.
-PARTS = (
-    ("draft forwards", "modeling_eagle3.Eagle3ForSpeculation", "combine_hidden_states"),
-    ("draft forwards", "modeling_eagle3.Eagle3ForSpeculation", "forward"),  # with the head
-    ("draft forwards", "modeling_eagle3.Eagle3ForSpeculation", "step"),  # of the prompt
-    ("tree building", "drafter_eagle3.Drafter", "propose"),
-    ("masks", "slots_eagle3.Slots", "masks"),
-    ("masks", "verify_eagle3", "tree_attention_mask"),
-    ("verify", "verify_eagle3.Verifier", "verify"),
-    ("accept", "decoding_eagle3", "accept"),
-    ("looking up", "lookup_eagle3.PromptLookup", "observe"),
-    ("looking up", "lookup_eagle3.PromptLookup", "expected_progress"),
-    ("looking up", "lookup_eagle3.PromptLookup", "propose"),
+# A part, and a function of it, in a class or module. Where a function of another part runs inside, its time counts for the
+# other part.
+PARTS: tuple[tuple[str, Any, str], ...] = (
+    ("draft forwards", Eagle3ForSpeculation, "combine_hidden_states"),
+    ("draft forwards", Eagle3ForSpeculation, "forward"),  # with the head
+    ("draft forwards", Eagle3ForSpeculation, "step"),  # of the prompt
+    ("tree building", Drafter, "propose"),
+    ("masks", Slots, "masks"),
+    ("masks", verify_eagle3, "tree_attention_mask"),
+    ("verify", Verifier, "verify"),
+    ("accept", decoding_eagle3, "accept"),
+    ("looking up", PromptLookup, "observe"),
+    ("looking up", PromptLookup, "expected_progress"),
+    ("looking up", PromptLookup, "propose"),
     ("processors and criteria", LogitsProcessorList, "__call__"),
     ("processors and criteria", StoppingCriteriaList, "__call__"),
-    ("cache", "cache_eagle3.TreeCache", "keep"),
-    ("cache", "cache_eagle3.TreeCache", "track"),
+    ("cache", TreeCache, "keep"),
+    ("cache", TreeCache, "track"),
     (PROMPT, GenerationMixin, "_prefill"),
 )
 
@@ -86,7 +91,7 @@ def profile_steps(
 
     generate(prompts[0])  # warm-up
     times, steps = OwnTimes(), 0
-    with timed_parts(draft, target.device, times):
+    with timed_parts(target.device, times):
         for prompt in prompts:
             with times.spent_on(REST):
                 steps += generate(prompt)
@@ -100,17 +105,9 @@ def profile_steps(
     return {"steps": steps, "seconds": seconds, "seconds_of_calls": total, "seconds_of_prompts": prompt_seconds}
 
 
-def own_module(draft: PreTrainedModel, name: str) -> ModuleType:
-    """Returns a module of the code that decodes with the draft. It may be a copy of ours."""
-    if hasattr(draft, "get_base_model"):  # adapted by PEFT
-        draft = draft.get_base_model()
-    base = next(each for each in type(draft).__mro__ if each.__name__ == "DraftModel")
-    return import_module(f"{base.__module__.rpartition('.')[0]}.{name}")
-
-
 @contextmanager
-def timed_parts(draft: PreTrainedModel, device: torch.device, times: OwnTimes) -> Iterator[None]:
-    """Times the functions of `PARTS`, in the code that the draft runs."""
+def timed_parts(device: torch.device, times: OwnTimes) -> Iterator[None]:
+    """Times the functions of `PARTS`."""
 
     def timed(function: Callable, part: str) -> Callable:
         @functools.wraps(function)
@@ -128,10 +125,6 @@ def timed_parts(draft: PreTrainedModel, device: torch.device, times: OwnTimes) -
 
     with ExitStack() as stack:
         for part, holder, name in PARTS:
-            if isinstance(holder, str):
-                module, _, owner = holder.partition(".")
-                holder = own_module(draft, module)
-                holder = getattr(holder, owner) if owner else holder
             function = getattr(holder, name)
             setattr(holder, name, timed(function, part))
             stack.callback(setattr, holder, name, function)
