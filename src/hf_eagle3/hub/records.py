@@ -20,22 +20,6 @@ logger = logging.get_logger(__name__)
 
 TRAINING_RECORD = "training.json"
 BENCHMARK_RECORD = "benchmark.jsonl"
-NUMBER = int | float
-# The types of what a card says of a training, by the parts of its record.
-TYPES: dict[str, dict[str, Any]] = {
-    "": {
-        "arguments": dict,
-        "command": str | None,
-        "datasets": list,
-        "epochs": NUMBER,
-        "num_processes": int,
-        "seconds": NUMBER | None,
-        "sequences_per_step": int,
-        "steps": int,
-    },
-    "environment": dict.fromkeys(("hf_eagle3", "machine", "torch", "transformers"), str),
-    "evaluation": dict.fromkeys(("acceptance_length", "accuracy_0"), NUMBER),
-}
 
 
 def records_of(
@@ -107,24 +91,7 @@ def read_record(path: Path) -> dict | BenchmarkResults | None:
         return None
     if path.suffix == ".jsonl":
         return BenchmarkResults.read(path)
-    record = read_json(path)
-    check_training(record, path)
-    return record
-
-
-def check_training(record: dict, path: Path) -> None:
-    """Raises `ValueError` if a record of training lacks what the card tells, or has it in another type."""
-    wrong: list[str] = []
-    for part, kinds in TYPES.items():
-        held = record.get(part) if part else record
-        if held or part != "evaluation":  # there need not be one
-            held = held if isinstance(held, dict) else {}
-            wrong += [f"{part} {name}".strip() for name, kind in kinds.items() if not isinstance(held.get(name), kind)]
-    if wrong:
-        raise ValueError(
-            f"{path} is not as training wrote it. Missing or of another type: {', '.join(wrong)}. Correct it, or delete the file. "
-            "The card then says that the training is not recorded."
-        )
+    return read_json(path)
 
 
 def write_records(folder: Path, training: dict | None, benchmark: BenchmarkResults | None) -> None:
