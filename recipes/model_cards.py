@@ -2,27 +2,27 @@
 # dependencies = ["hf-eagle3[train]"]
 # ///
 """
-Renders the cards of all targets in `model_cards/pairings.yaml`, or pushes them to an owner's repos and gathers these in a collection.
+Renders the cards in `model_cards/` again, from its `pairings.yaml`, the recipes and the records there.
 
-    python recipes/model_cards.py                   # renders them again from the recipes, the records and pairings.yaml
-    python recipes/model_cards.py --push_to my-org  # refreshes the cards of my-org/*-speculator.eagle3, and the collection
-
-`--push_to` refreshes the repos that exist. With `--create` it also makes one for each recipe that has none. Its card says
-that there are no weights yet. A card that was edited by hand is left alone.
+    python recipes/model_cards.py
 """
 
 from pathlib import Path
 
+import torch
 import yaml
-from huggingface_hub import HfApi, ModelCard
+from huggingface_hub import ModelCard, ModelCardData
+from transformers import GenerationConfig
 
+from hf_eagle3 import Eagle3Config, Eagle3ForSpeculation
 from hf_eagle3.environment import ScriptParser, run_script
-from hf_eagle3.hub import card_of_records, card_on_hub, refresh_card, render_card, repo_name
+from hf_eagle3.evaluation.results import markdown_table
+from hf_eagle3.hub import BENCHMARK_RECORD, TRAINING_RECORD, read_record, render_card, repo_name
+from hf_eagle3.hub.card import ENGINE_TAGS, TAGS, from_template
 
 
 RECIPES = Path(__file__).parent
 CARDS = RECIPES.parent / "model_cards"
-SUFFIX = repo_name("")
 
 
 def read_pairings(path: Path = CARDS / "pairings.yaml") -> dict[str, dict]:
@@ -37,85 +37,65 @@ def read_pairings(path: Path = CARDS / "pairings.yaml") -> dict[str, dict]:
     return pairings
 
 
-def untrained_card(verifier: str, pairing: dict, owner: str) -> ModelCard:
+def figures_of_others(published: list[dict]) -> str:
+    """Returns what others published for the same target, as a Markdown table."""
+    rows = []
+    for each in published:
+        figures = ", ".join(f"{task} {value:.2f}" for task, value in each["figures"].items())
+        source = f"[{each['source']}]({each['url']}), {each['date']}"
+        rows.append([f"{each['draft']} ({each['by']})", each["conditions"], each["metric"], figures, source])
+    return markdown_table(["draft", "conditions", "metric", "figures", "source"], rows)
+
+
+def untrained_card(verifier: str, pairing: dict) -> ModelCard:
     """Returns the card of a recipe that has not been run."""
     command = f"accelerate launch recipes/train.py --config recipes/{pairing['recipe']}.yaml"
-    dataset = pairing["settings"]["dataset_name"]
-    return render_card(
-        f"{owner}/{repo_name(verifier)}",
+    return from_template(
+        CARDS / "recipe_card.md.jinja",
+        ModelCardData(
+            base_model=verifier,
+            base_model_relation="finetune",
+            library_name="transformers",
+            pipeline_tag="text-generation",
+            tags=[*TAGS, *ENGINE_TAGS],
+            datasets=[pairing["settings"]["dataset_name"]],
+            license=pairing["license"],
+        ),
+        name=repo_name(verifier),
         verifier=verifier,
-        training={
-            "datasets": [dataset] if not dataset.startswith("outputs/") else [],  # else a folder that was made locally
-            "command": pairing.get("command") or command,
-        },
-        published=pairing.get("published", ()),
-        license=pairing["license"],
+        command=pairing.get("command", command),
+        published=figures_of_others(pairing["published"]),
     )
 
 
-def render(owner: str = "your-org") -> dict[str, str]:
+def card_of_records(verifier: str, pairing: dict) -> ModelCard:
+    """Returns the card of a draft that was trained and measured. Only its configurations and records are here, not its weights."""
+    folder = CARDS / pairing["records"]
+    with torch.device("meta"):
+        draft = Eagle3ForSpeculation(Eagle3Config.from_pretrained(folder))
+    draft.generation_config = GenerationConfig.from_pretrained(folder)
+    return render_card(
+        f"your-org/{repo_name(verifier)}",
+        draft,
+        training=read_record(folder / TRAINING_RECORD),
+        benchmark=read_record(folder / BENCHMARK_RECORD),
+        license=pairing["license"],
+        image_folder=f"{folder.name}/",
+        note=pairing.get("note", ""),
+    )
+
+
+def render() -> dict[str, str]:
     """Returns all cards by file name."""
-    cards = {}
-    for name, pairing in read_pairings().items():
-        if (records := pairing.get("records")) is None:
-            card = untrained_card(name, pairing, owner)
-        else:
-            texts = {key: pairing[key] for key in ("license", "note") if key in pairing}
-            card = card_of_records(f"{owner}/{repo_name(name)}", CARDS / records, image_folder=f"{records}/", **texts)
-        cards[f"{repo_name(name)}.md"] = str(card)
-    return cards
-
-
-def push(owner: str, create: bool, title: str, overwrite_card: bool) -> None:
-    api, pairings = HfApi(), read_pairings()
-    repos = [model.id for model in api.list_models(author=owner) if model.id.endswith(SUFFIX)]
-    for verifier, pairing in pairings.items():
-        repo_id = f"{owner}/{repo_name(verifier)}"
-        if create and "recipe" in pairing and repo_id not in repos:
-            api.create_repo(repo_id)
-            untrained_card(verifier, pairing, owner).push_to_hub(repo_id, commit_message="The recipe's card")
-            repos.append(repo_id)
-            print(f"{repo_id}: made, without weights")
-    if not repos:
-        raise SystemExit(
-            f"{owner} has no repos that end in {SUFFIX}. Push a draft with recipes/push.py, or pass --create."
-        )
-    collection = api.create_collection(title, namespace=owner, exists_ok=True)
-    failed = []
-    by_repo = {repo_name(verifier): (verifier, pairing) for verifier, pairing in pairings.items()}
-    for repo_id in repos:
-        verifier, pairing = by_repo.get(repo_id.split("/")[1], (None, {}))
-        try:
-            card = card_on_hub(repo_id)
-            is_stated = card is not None and card.data.license is not None  # whoever pushed it chose it
-            outcome = refresh_card(
-                repo_id,
-                published=pairing.get("published") or (),
-                license=None if is_stated else pairing.get("license"),
-                untrained=untrained_card(verifier, pairing, owner) if "recipe" in pairing else None,
-                overwrite_card=overwrite_card,
-            )
-        except (OSError, ValueError, KeyError) as error:  # go on with the others
-            failed.append(repo_id)
-            print(f"{repo_id}: failed. {error}")
-            continue
-        api.add_collection_item(collection.slug, item_id=repo_id, item_type="model", exists_ok=True)
-        print(f"{repo_id}: {outcome}")
-    print(f"They are gathered in {collection.url}")
-    if failed:
-        raise SystemExit(f"{len(failed)} of {len(repos)} cards could not be refreshed: {', '.join(failed)}.")
+    pairings = read_pairings().items()
+    return {
+        f"{repo_name(name)}.md": str((card_of_records if "records" in pairing else untrained_card)(name, pairing))
+        for name, pairing in pairings
+    }
 
 
 def main():
-    parser = ScriptParser(description=__doc__)
-    parser.add_argument("--push_to", metavar="OWNER", help="User or organization whose cards are refreshed on the Hub")
-    parser.add_argument("--create", action="store_true", help="Also make repos for recipes that have none")
-    parser.add_argument("--title", default="EAGLE-3 drafts", help="Title of the collection")
-    parser.add_argument("--overwrite_card", action="store_true", help="Replace cards that were edited by hand")
-    args = parser.parse_args()
-    if args.push_to:
-        push(args.push_to, args.create, args.title, args.overwrite_card)
-        return
+    ScriptParser(description=__doc__).parse_args()
     for name, card in render().items():
         (CARDS / name).write_text(card, encoding="utf-8")
         print(f"Wrote {CARDS / name}")

@@ -8,7 +8,7 @@ import re
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, unquote, urlparse
+from urllib.parse import unquote, urlparse
 
 import yaml
 from huggingface_hub import RepoCard
@@ -28,7 +28,7 @@ class Hub:
     """
 
     def __init__(self):
-        self.repos, self.private, self.blobs, self.collections = {}, set(), {}, {}
+        self.repos, self.private, self.blobs = {}, set(), {}
         self.requests, self.cut, self.lock = [], [], threading.Lock()
 
     def commits(self, repo, revision):
@@ -157,38 +157,6 @@ def validate_yaml(self, body):
     self.answer({"errors": errors, "warnings": []}, 400 if errors else 200)
 
 
-def list_models(self, body):
-    author = parse_qs(urlparse(self.path).query)["author"][0]
-    self.answer([{"id": repo, "modelId": repo} for repo in self.hub.repos if repo.startswith(f"{author}/")])
-
-
-def create_collection(self, body):
-    request = json.loads(body)
-    slug = f"{request['namespace']}/{request['title'].lower().replace(' ', '-')}-0123"
-    if slug in self.hub.collections:
-        return self.answer({"slug": slug, "error": "exists"}, 409)
-    self.hub.collections[slug] = {"title": request["title"], "items": []}
-    collection(self, body, slug)
-
-
-def collection(self, body, slug):
-    items = [
-        {"_id": str(position), "id": repo, "type": "model", "position": position}
-        for position, repo in enumerate(self.hub.collections[slug]["items"])
-    ]
-    facts = {"owner": {"name": USER}, "lastUpdated": "2026-01-01T00:00:00.000Z", "position": 0, "private": False}
-    title = self.hub.collections[slug]["title"]
-    self.answer({"slug": slug, "title": title, "items": items, **facts, "theme": "blue", "upvotes": 0})
-
-
-def add_collection_item(self, body, slug):
-    repo, items = json.loads(body)["item"]["id"], self.hub.collections[slug]["items"]
-    if repo in items:
-        return self.answer({"error": "exists"}, 409)
-    items.append(repo)
-    collection(self, body, slug)
-
-
 def preupload(self, body, repo, revision):
     if not repo.removeprefix("spaces/").removeprefix("datasets/").startswith(f"{USER}/"):
         return self.error(403, "Forbidden", f"You may not write to {repo}.")
@@ -281,17 +249,12 @@ def resolve(self, body, repo, revision, name):
     self.answer(files[name], headers=headers)
 
 
-SLUG = r"(?P<slug>[^/]+/[^/]+)"
 REPO, REVISION = r"(?P<repo>[^/]+/[^/]+)", r"(?P<revision>refs/pr/\d+|[^/]+)"
 OTHER = r"(?P<repo>(?:spaces|datasets)/[^/]+/[^/]+)"
 ROUTES = (
     ("GET", "/api/whoami-v2", whoami),
     ("POST", "/api/repos/create", create_repo),
     ("POST", "/api/validate-yaml", validate_yaml),
-    ("GET", "/api/models", list_models),
-    ("POST", "/api/collections", create_collection),
-    ("GET", f"/api/collections/{SLUG}", collection),
-    ("POST", f"/api/collections/{SLUG}/items", add_collection_item),
     ("POST", f"/api/models/{REPO}/branch/{REVISION}", create_branch),
     ("POST", f"/api/models/{REPO}/preupload/{REVISION}", preupload),
     ("POST", f"/api/models/{REPO}/commit/{REVISION}", commit),

@@ -14,7 +14,7 @@ from hf_eagle3.hub import render_card
 from hf_eagle3.hub.card import is_edited, is_hub_id
 
 
-EXPECTED, EXPECTED_OF_RECIPE = (Path(__file__).with_name(f"expected_{kind}.md") for kind in ("card", "recipe_card"))
+EXPECTED = Path(__file__).with_name("expected_card.md")
 ENVIRONMENT = {
     "hf_eagle3": "0.1.0",
     "transformers": "5.23.0",
@@ -79,18 +79,6 @@ BENCHMARK = BenchmarkResults(
         measurement("eagle3", 1.0, 1, 1.26, {"1": 1, "2": 1}),
     ],
 )
-PUBLISHED = [
-    {
-        "draft": "you/Other-speculator",
-        "by": "You",
-        "url": "https://example.com/page",
-        "source": "a page",
-        "date": "2026-01-02",
-        "conditions": "T=0",
-        "metric": "acceptance length",
-        "figures": {"gsm8k": 3.1, "MT-bench": 2},
-    }
-]
 
 
 @pytest.fixture
@@ -106,7 +94,6 @@ def test_the_whole_card(draft):
         draft,
         training=TRAINING,
         benchmark=BENCHMARK,
-        published=PUBLISHED,
         license="apache-2.0",
         tags=["code"],
     )
@@ -129,26 +116,6 @@ def test_the_whole_card(draft):
         (1.0, "acceptance_length"): 1.5,
         (1.0, "speedup"): 1.23,
     }
-
-
-def test_the_whole_card_of_a_recipe():
-    card = render_card(
-        "me/Model-8B-speculator.eagle3",
-        verifier="big/Model-8B",
-        training={"datasets": ["me/chats"], "command": "accelerate launch recipes/train.py --config model_8b.yaml"},
-        published=PUBLISHED,
-        license="apache-2.0",
-        tags=["code"],
-    )
-    assert str(card) == EXPECTED_OF_RECIPE.read_text(encoding="utf-8")
-    bare = render_card("me/Model-8B-speculator.eagle3", verifier="big/Model-8B")
-    assert "have not been trained yet" in bare.text and "recipe" not in bare.text and "figures" not in bare.text
-    # People find both in the same way.
-    (of_recipe, of_draft) = (
-        render_card("me/draft", each, verifier="big/Model-8B", license="mit", training=TRAINING).data.to_dict()
-        for each in (None, Eagle3ForSpeculation.from_target(make_target("llama")))
-    )
-    assert of_recipe == of_draft
 
 
 def test_what_is_not_measured_says_so_once(draft):

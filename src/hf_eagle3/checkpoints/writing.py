@@ -121,7 +121,7 @@ def check_features(draft: DraftModel, takes: Collection[str], to: str) -> None:
 def check_table(draft: DraftModel, to: str) -> None:
     """Raises `ValueError` if a draft's embedding table differs from its target's, which engines use instead."""
     of_target = draft.config.verifier_fingerprint
-    if of_target is None or draft.embed_tokens.weight.is_meta:  # cards are refreshed without weights
+    if of_target is None or draft.embed_tokens.weight.is_meta:  # cards are rendered without weights
         raise ValueError(
             f"This draft stores an embedding table, but readers of the {to} format use the target's. Pass the target, to see whether "
             "they are the same: `--target` of recipes/export.py, or `draft.pair_with(target)`."

@@ -2,20 +2,18 @@
 
 from .card import is_edited, render_card
 from .licenses import check_license
-from .push import card_of_records, card_on_hub, push_draft, refresh_card, repo_name, write_draft
+from .push import card_on_hub, push_draft, repo_name, write_draft
 from .records import BENCHMARK_RECORD, TRAINING_RECORD, read_record, write_records
 
 
 __all__ = [
     "BENCHMARK_RECORD",
     "TRAINING_RECORD",
-    "card_of_records",
     "card_on_hub",
     "check_license",
     "is_edited",
     "push_draft",
     "read_record",
-    "refresh_card",
     "render_card",
     "repo_name",
     "write_draft",

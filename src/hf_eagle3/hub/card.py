@@ -2,8 +2,7 @@
 The model card of a draft.
 
 A card is rendered from the files beside it: the draft's configuration, `training.json` (how it was trained) and
-`benchmark.jsonl` (what was measured with these weights). It says once what is missing. A recipe that has not been run has
-a short card.
+`benchmark.jsonl` (what was measured with these weights). It says once what is missing.
 """
 
 import hashlib
@@ -22,12 +21,11 @@ from ..checkpoints.engines import check_vllm
 from ..environment import public_name
 from ..evaluation import BenchmarkResults, BenchmarkRow, format_table
 from ..evaluation.plots import plot_names
-from ..evaluation.results import TITLES, markdown_table
+from ..evaluation.results import TITLES
 from ..remote_code.configuration_eagle3 import FLAGS, tree_settings
 
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
-RECIPE_TEMPLATE = Path(__file__).with_name("recipe_card.md.jinja")
 # People search for drafts by these tags.
 ENGINE_TAGS = ["vllm"]
 TAGS = ["eagle3", "speculative-decoding", "draft-model", "assistant-model", "speculators"]
@@ -36,12 +34,11 @@ RENDERED = re.compile(r"<!-- rendered by hf-eagle3, digest (\w+) -->\s*$")
 
 def render_card(
     repo_id: str,
-    draft: PreTrainedModel | None = None,
+    draft: PreTrainedModel,
     *,
     verifier: str | None = None,
     training: dict | None = None,
     benchmark: BenchmarkResults | None = None,
-    published: Sequence[dict] = (),
     license: str | None = None,
     license_name: str | None = None,
     license_link: str | None = None,
@@ -55,16 +52,10 @@ def render_card(
 
     Args:
         repo_id (`str`): The draft's repo, `<owner>/<name>`.
-        draft ([`Eagle3ForSpeculation`], *optional*):
-            The draft. Its weights are not read, so it may be on the meta device. `None` renders the short card of a
-            recipe that has not been run.
+        draft ([`Eagle3ForSpeculation`]): The draft. Its weights are not read, so it may be on the meta device.
         verifier (`str`, *optional*): Hub id or path of the target. By default the one in the draft's configuration.
-        training (`dict`, *optional*):
-            What [`Eagle3Trainer`] saves as `training.json`. A recipe's card reads `datasets` and `command`.
+        training (`dict`, *optional*): What [`Eagle3Trainer`] saves as `training.json`.
         benchmark ([`BenchmarkResults`], *optional*): What `recipes/benchmark.py --json` wrote.
-        published (`Sequence[dict]`, *optional*):
-            Figures that others published for the same target: `by`, `draft`, `url`, `source`, `date`, `conditions`,
-            `metric`, and `figures` by task.
         license (`str`, *optional*): A license id of the Hub.
         license_name (`str`, *optional*), license_link (`str`, *optional*):
             For the license `"other"`: its name, and an address or the name of a file in the repo.
@@ -76,8 +67,7 @@ def render_card(
     Returns:
         `ModelCard`: Metadata and text. `str(card)` is the README.md.
     """
-    if verifier is None and draft is not None:
-        verifier = draft.config.verifier
+    verifier = draft.config.verifier if verifier is None else verifier
     is_on_hub = is_hub_id(verifier)
     measured = rows_by_use(benchmark.rows if benchmark else [])
     name, datasets = repo_id.split("/")[-1], (training or {}).get("datasets") or []
@@ -100,22 +90,16 @@ def render_card(
     verifier_link = (
         f"[{verifier}](https://huggingface.co/{verifier})" if is_on_hub else "a model that is not on the Hub"
     )
-    texts = {
-        "name": name,
-        "verifier_link": verifier_link,
-        "training": training,
-        "published": published_table(published),
-    }
-    if draft is None:
-        return from_template(RECIPE_TEMPLATE, data, **texts)
     arguments = None
     if training is not None:
         arguments = yaml.safe_dump(training.get("arguments") or {}, sort_keys=False, allow_unicode=True).strip()
     return from_template(
         TEMPLATE,
         data,
-        **texts,
+        name=name,
         repo_id=repo_id,
+        training=training,
+        verifier_link=verifier_link,
         verifier=verifier,
         verifier_path=verifier if is_on_hub else "path/to/target",
         is_on_hub=is_on_hub,
@@ -182,20 +166,10 @@ def from_template(template: Path, data: ModelCardData, **texts: Any) -> ModelCar
     return card
 
 
-def published_table(published: Sequence[dict]) -> str:
-    """Returns others' figures as a Markdown table."""
-    rows = []
-    for each in published:
-        figures = ", ".join(f"{task} {value:.2f}" for task, value in each["figures"].items())
-        source = f"[{each['source']}]({each['url']}), {each['date']}"
-        rows.append([f"{each['draft']} ({each['by']})", each["conditions"], each["metric"], figures, source])
-    return markdown_table(["draft", "conditions", "metric", "figures", "source"], rows) if rows else ""
-
-
-def engine_tags(draft: PreTrainedModel | None, adapter_of: str | None) -> list[str]:
+def engine_tags(draft: PreTrainedModel, adapter_of: str | None) -> list[str]:
     """Returns tags of the engines that take the draft as it is."""
-    is_refused = draft is not None and reason_against(check_vllm, draft) is not None
-    return [] if adapter_of is not None or is_refused else list(ENGINE_TAGS)
+    is_taken = adapter_of is None and reason_against(check_vllm, draft) is None
+    return list(ENGINE_TAGS) if is_taken else []
 
 
 def reason_against(check: Callable[[Any], Any], draft: PreTrainedModel) -> str | None:

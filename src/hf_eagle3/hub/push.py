@@ -2,35 +2,23 @@
 
 import re
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
-import torch
 import yaml
-from huggingface_hub import (
-    CommitInfo,
-    CommitOperationDelete,
-    HfApi,
-    ModelCard,
-    get_token,
-    snapshot_download,
-)
+from huggingface_hub import CommitInfo, CommitOperationDelete, HfApi, ModelCard, get_token
 from huggingface_hub.errors import (
     EntryNotFoundError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from transformers import GenerationConfig
 from transformers.utils import logging
 
 from ..checkpoints.files import check_new_folder, check_repo, full_name, operations, verifier_without_path
 from ..environment import is_path, public_name, without_paths
 from ..evaluation import BenchmarkResults
 from ..evaluation.plots import PLOTS
-from ..file_checks import read_json
-from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation
 from .card import ENGINE_TAGS, is_edited, is_hub_id, render_card
 from .licenses import check_license, license_of
@@ -38,7 +26,6 @@ from .records import (
     BENCHMARK_RECORD,
     TRAINING_RECORD,
     read_record,
-    records_about,
     records_of,
     weights_of,
     write_records,
@@ -82,7 +69,6 @@ def push_draft(
     *,
     training: dict | None = None,
     benchmark: BenchmarkResults | None = None,
-    published: Sequence[dict] = (),
     license: str | None = None,
     license_name: str | None = None,
     license_link: str | None = None,
@@ -106,7 +92,7 @@ def push_draft(
         training (`dict`, *optional*), benchmark ([`BenchmarkResults`], *optional*):
             Records for the card: see [`render_card`]. By default those in the folder that the draft was loaded from,
             if they are about its weights.
-        published, license, license_name, license_link (*optional*):
+        license, license_name, license_link (*optional*):
             See [`render_card`]. The license defaults to that of the existing card.
         overwrite_card (`bool`, *optional*, defaults to `False`): Whether to replace a card that was edited by hand.
         commit_message, commit_description, private, token, revision, create_pr, max_shard_size, tags (*optional*):
@@ -134,7 +120,6 @@ def push_draft(
             repo_id,
             training=training,
             benchmark=benchmark,
-            published=published,
             **license_of(existing, license, license_name, license_link),
             tags=[*kept_tags(existing), *(tags or ())],
             max_shard_size=max_shard_size,
@@ -260,71 +245,3 @@ def delete_other_benchmark(repo_id: str, weights: str, revision: str | None, tok
     deletions = [CommitOperationDelete(name) for name in sorted(names)]
     message = "Delete the benchmark of other weights"
     api.create_commit(repo_id, deletions, commit_message=message, revision=revision, token=token)
-
-
-def refresh_card(
-    repo_id: str,
-    *,
-    published: Sequence[dict] = (),
-    license: str | None = None,
-    license_name: str | None = None,
-    license_link: str | None = None,
-    untrained: ModelCard | None = None,
-    revision: str | None = None,
-    overwrite_card: bool = False,
-    token: bool | str | None = None,
-) -> str:
-    """
-    Renders the card of a draft on the Hub again from the records in its repo, and pushes it if it changed. Reads no
-    weights.
-
-    Args:
-        repo_id (`str`): The draft's repo.
-        untrained (`ModelCard`, *optional*): The card to push to a repo that holds no draft yet.
-        published, license, license_name, license_link, revision, overwrite_card, token (*optional*): See [`push_draft`].
-
-    Returns:
-        `str`: `"unchanged"`, `"refreshed"`, `"edited by hand, kept"`, `"an adapter, kept"` or `"no draft in it"`.
-    """
-    check_license(license, license_name, license_link)
-    existing = card_on_hub(repo_id, revision, token)
-    if existing is not None and is_edited(existing) and not overwrite_card:
-        return "edited by hand, kept"
-    folder = Path(
-        snapshot_download(repo_id, revision=revision, token=token, allow_patterns=["*.json", BENCHMARK_RECORD])
-    )
-    if (folder / "config.json").exists():
-        stated = license_of(existing, license, license_name, license_link)
-        card = card_of_records(repo_id, folder, published=published, tags=kept_tags(existing), **stated)
-    elif (folder / "adapter_config.json").exists():
-        return "an adapter, kept"
-    elif untrained is not None:
-        card = untrained
-    else:
-        return "no draft in it"
-    if existing is not None and str(existing) == str(card):
-        return "unchanged"
-    message = "Refresh the card"
-    card.push_to_hub(repo_id, token=token, revision=revision, commit_message=message)  # type: ignore[arg-type]
-    return "refreshed"
-
-
-def card_of_records(repo_id: str, folder: Path, **kwargs: Any) -> ModelCard:
-    """
-    Renders a draft's card from the configurations and records in a folder. Needs no weights.
-
-    Args:
-        repo_id (`str`): The draft's repo.
-        folder (`Path`): The folder.
-        kwargs (*optional*): For [`render_card`].
-    """
-    config = Eagle3Config.from_pretrained(folder)
-    with torch.device("meta"):
-        draft = Eagle3ForSpeculation(config)
-    if (folder / "generation_config.json").exists():
-        draft.generation_config = GenerationConfig.from_pretrained(folder)
-    found = {name: read_record(folder / name) for name in (TRAINING_RECORD, BENCHMARK_RECORD)}
-    saved = read_json(folder / "config.json").get("weights_digest")
-    known = [weights_of(record) for record in found.values() if record is not None]
-    training, benchmark = records_about(saved or next(iter(known), None), found, repo_id)
-    return render_card(repo_id, draft, training=training, benchmark=benchmark, **kwargs)
