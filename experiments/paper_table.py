@@ -10,7 +10,6 @@ same data. One loop verifies them on the same prompts, in turns.
 
 Methods are those of `hf_eagle3.baselines`, and:
 
-    dflash-tree       DFlash with trees (`dflash` is transformers' own, with chains)
     eagle3-classic    EAGLE-3 as in its paper
     eagle3-no-lookup  our draft with a whole tree in every step, as the other methods have
     eagle3            the same draft as users get it: `tree_policy="auto"`, with lookup
@@ -57,7 +56,7 @@ DRAFTS = {
     "eagle-2": "eagle",
     "hass": "hass",
     "p-eagle": "p-eagle",
-    "dflash-tree": "dflash",
+    "dflash": "dflash",
     "jetspec": "jetspec",
     "eagle3-classic": "classic",
     "eagle3-no-lookup": "eagle3",

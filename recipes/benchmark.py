@@ -36,7 +36,7 @@ if find_spec("datasets") is None:
     raise SystemExit("This script needs more packages: pip install 'hf-eagle3[train]'")
 
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, CompileConfig, ProcessorMixin
+from transformers import AutoModelForCausalLM, CompileConfig, ProcessorMixin
 
 from hf_eagle3.checkpoints.target import load_on_device
 from hf_eagle3.data import ImageReader, num_positions
@@ -90,11 +90,6 @@ def parse_arguments():
     parser.add_argument("--trust_remote_code", action="store_true", help="Run code from the target's repo")
     parser.add_argument(
         "--assistant", type=folder_or_hub_id, help="Small model for the method `assistant`: a folder or a Hub id"
-    )
-    parser.add_argument(
-        "--dflash",
-        type=folder_or_hub_id,
-        help="Draft for transformers' own DFlash (`muse_glimmer_assistant`). For others use `--draft`",
     )
     parser.add_argument(
         "--tasks", "--prompts", nargs="+", default=[OFFLINE], help="Tasks, files or folders: see above"
@@ -181,7 +176,7 @@ def methods_of(args, draft) -> tuple[list[str], dict]:
         )
     if methods is None:
         methods = ["plain", "prompt-lookup"] if 1 in args.batch_sizes else ["plain"]
-        methods += [name for name in ("assistant", "dflash") if getattr(args, name)]
+        methods += ["assistant"] if args.assistant else []
         if kind == "eagle3" and args.tree_policy != "static":
             methods += ["eagle3-no-lookup"]
         methods += [] if kind is None else [kind]
@@ -270,19 +265,13 @@ def open_results(args, run: dict, missing: dict[str, str]) -> BenchmarkResults:
 
 def load_models(args, with_images: bool) -> dict:
     """Returns the models other than the draft, by their arguments: the target, and `None` for those that have no name."""
-    trust = {"trust_remote_code": args.trust_remote_code}
-
-    def load(auto_class, name, **kwargs):
-        return auto_class.from_pretrained(name, dtype=args.dtype, **kwargs).to(args.device).eval() if name else None
-
+    trust, assistant = {"trust_remote_code": args.trust_remote_code}, None
     target = load_on_device(args.target, args.device, args.dtype, args.bits, with_images, **trust)
     if args.eos_token_id is not None:
         target.generation_config.eos_token_id = args.eos_token_id
-    return {
-        "target": target,
-        "assistant": load(AutoModelForCausalLM, args.assistant),
-        "dflash": load(AutoModel, args.dflash),
-    }
+    if args.assistant:
+        assistant = AutoModelForCausalLM.from_pretrained(args.assistant, dtype=args.dtype).to(args.device).eval()
+    return {"target": target, "assistant": assistant}
 
 
 def load_measured_draft(args, dtype: torch.dtype):
@@ -402,7 +391,6 @@ def main():
         sampling=sampling,
         call=call_arguments(args),
         assistant=loaded["assistant"],
-        dflash=loaded["dflash"],
         drafts=drafts,
         results=results,
         save=(lambda results: results.write(args.json)) if args.json else (lambda results: None),

@@ -67,7 +67,7 @@ def test_the_saved_code_never_runs(script, few, pairing, run_script):
         ("eagle", "eagle"),
         ("eagle-2", "eagle-2"),
         ("hass", "hass"),
-        ("dflash", "dflash-tree"),
+        ("dflash", "dflash"),
         ("jetspec", "jetspec"),
         ("p-eagle", "eagle3"),
     ],

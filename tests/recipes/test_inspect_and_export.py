@@ -93,7 +93,7 @@ def test_inspect_and_export(tmp_path, run_recipe):
         ),
         (
             "dflash",
-            {"method": "dflash-tree", "in the block": "full", "drafting": "the whole block", "vLLM": "as it is"},
+            {"method": "dflash", "in the block": "full", "drafting": "the whole block", "vLLM": "as it is"},
         ),
         (
             "medusa",

@@ -45,7 +45,6 @@ def run_benchmark(
     sampling: dict[str, float] | None = None,
     call: dict | None = None,
     assistant: PreTrainedModel | None = None,
-    dflash: PreTrainedModel | None = None,
     drafts: Mapping[str, PreTrainedModel] | None = None,
     results: BenchmarkResults | None = None,
     save: Callable[[BenchmarkResults], None] = lambda results: None,
@@ -77,8 +76,6 @@ def run_benchmark(
         call (`dict`, *optional*):
             More arguments of `generate`, for all methods, such as `{"cache_implementation": "static"}`.
         assistant (`PreTrainedModel`, *optional*): The small model of the method `assistant`.
-        dflash (`PreTrainedModel`, *optional*):
-            The draft of the method `dflash`, of a class of transformers' own such as `MuseGlimmerAssistantModel`.
         drafts (`Mapping[str, PreTrainedModel]`, *optional*): More drafts by method, such as those of `hf_eagle3.baselines`.
         results (`BenchmarkResults`, *optional*): The results of an interrupted run. They are not measured again.
         save (`Callable`, *optional*): Called with the results after each repeat.
@@ -91,14 +88,14 @@ def run_benchmark(
         ValueError: if a method is unknown or lacks its model, or a task has fewer prompts than a batch.
     """
     drafts = {method: draft for method in OURS if draft is not None} | dict(drafts or {})
-    methods = check_methods(methods, drafts, assistant, dflash)
+    methods = check_methods(methods, drafts, assistant)
     check_batches(tasks, batch_sizes)
     results = results or BenchmarkResults({})
     left_out = results.run.setdefault("left_out", {})
     tokenizer.pad_token = padding_token(tokenizer, target.config.get_text_config(decoder=True).vocab_size)
     settings = {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id, **(call or {})}
     settings["return_dict_in_generate"] = False  # some targets' generation configs say True
-    generate = TimedGeneration(target, settings, sampling or {}, assistance_of(drafts, assistant, dflash))
+    generate = TimedGeneration(target, settings, sampling or {}, assistance_of(drafts, assistant))
     done = whole_repeats(results, methods)
     suited = {size: [method for method in methods if size == 1 or method in IN_BATCHES] for size in batch_sizes}
     calls = sum(
@@ -146,7 +143,7 @@ def check_batches(tasks: Mapping[str, Sequence], batch_sizes: Sequence[int]) -> 
 
 
 def assistance_of(
-    drafts: Mapping[str, PreTrainedModel], assistant: PreTrainedModel | None, dflash: PreTrainedModel | None
+    drafts: Mapping[str, PreTrainedModel], assistant: PreTrainedModel | None
 ) -> dict[str, dict[str, Any]]:
     """Returns the arguments of `generate` that turn on each method."""
     trees_only = {"prompt_lookup_num_tokens": 0}
@@ -157,7 +154,6 @@ def assistance_of(
         "prompt-lookup": {"prompt_lookup_num_tokens": 8},
         "assistant": {"assistant_model": assistant},
         "mtp": {"use_mtp": True},
-        "dflash": {"assistant_model": dflash, "speculation_type": "dflash"},
         **ours,
     }
 
@@ -253,10 +249,7 @@ def measure_repeat(
 
 
 def check_methods(
-    methods: Sequence[str],
-    drafts: Mapping[str, PreTrainedModel],
-    assistant: PreTrainedModel | None,
-    dflash: PreTrainedModel | None,
+    methods: Sequence[str], drafts: Mapping[str, PreTrainedModel], assistant: PreTrainedModel | None
 ) -> list[str]:
     """
     Returns the methods in their usual order, plain generation first. Raises `ValueError` if a method is unknown or lacks its
@@ -272,13 +265,12 @@ def check_methods(
             name = getattr(getattr(draft, "config", None), "_name_or_path", None) or type(draft).__name__
             kind = "an EAGLE-3 draft" if method in OURS else f"a draft for the method {method!r}"
             raise ValueError(f"{name} is not {kind}. Pass another model, or leave out the method {method!r}.")
-    for method, model in (("assistant", assistant), ("dflash", dflash)):
-        if method in methods and model is None:
-            raise ValueError(f"The method {method!r} needs a model: pass `{method}`.")
-        if method in methods and hasattr(model, "assisted_decoding"):
-            raise ValueError(
-                f"The method {method!r} is transformers' own, and {type(model).__name__} is a draft of hf-eagle3. Pass `--draft`."
-            )
+    if "assistant" in methods and assistant is None:
+        raise ValueError("The method 'assistant' needs a model: pass `assistant`.")
+    if "assistant" in methods and hasattr(assistant, "assisted_decoding"):
+        raise ValueError(
+            f"The method 'assistant' is transformers' own, and {type(assistant).__name__} is a draft of hf-eagle3. Pass `--draft`."
+        )
     return sorted(methods, key=METHODS.index)
 
 

@@ -50,8 +50,8 @@ def class_of(name: str, **kwargs: Any) -> Any:
 def method_of(draft: PreTrainedModel) -> str:
     """Returns the name that benchmarks give to a draft's method, such as `eagle3`, `jetspec` or `medusa`."""
     config = draft.config
-    if config.model_type == "dflash":  # transformers' own DFlash has that name
-        return "jetspec" if config.is_causal else "dflash-tree"
+    if config.model_type == "dflash" and config.is_causal:
+        return "jetspec"
     return "eagle-2" if config.model_type == "eagle" and config.static_tree is None else config.model_type
 
 

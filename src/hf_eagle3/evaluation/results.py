@@ -25,7 +25,7 @@ OTHER_DRAFTS = {
     "eagle-2": "#c06c84",
     "hass": "#94346e",
     "p-eagle": "#a5883f",
-    "dflash-tree": "#4f9d8f",
+    "dflash": "#4f9d8f",
     "jetspec": "#2f6f73",
     "eagle3-classic": "#d9b44a",
 }
@@ -34,7 +34,6 @@ COLORS = {
     "prompt-lookup": "#6aa6c8",
     "assistant": "#4c78a8",
     "mtp": "#72b7b2",
-    "dflash": "#54a24b",
     **OTHER_DRAFTS,
     **OURS,
 }
