@@ -3,7 +3,7 @@
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec
@@ -48,24 +48,16 @@ def context_manager(function: Callable[P, Iterator[None]]) -> Callable[P, Abstra
 
     @wraps(function)
     def make(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[None]:
-        entries: list[bool] = []
-
-        @contextmanager
-        def context() -> Iterator[None]:
-            entries.append(True)
-            with contextmanager(function)(*args, **kwargs):
-                yield
-
-        made = context()
-        weakref.finalize(made, warn_if_unused, function.__name__, entries).atexit = False
+        made = contextmanager(function)(*args, **kwargs)
+        weakref.finalize(made, warn_if_unused, function.__name__, made.gen).atexit = False
         return made
 
     return make
 
 
-def warn_if_unused(name: str, entries: list[bool]) -> None:
-    """Warns if a context of the function with this name was never entered."""
-    if not entries:
+def warn_if_unused(name: str, generator: Generator) -> None:
+    """Warns if a context of the function with this name was never entered: its generator has not begun."""
+    if inspect.getgeneratorstate(generator) == inspect.GEN_CREATED:
         logger.warning(f"`{name}(...)` alone does nothing. Write `with {name}(...):` around the calls.")
 
 
