@@ -41,24 +41,16 @@ def records_of(
     if not any(found.values()):
         return None, None
     digest = weights_digest(draft.state_dict())
-    for name, record in given.items():
-        if record is not None and weights_of(record) != digest:
+    for name, record in found.items():
+        if record is None or weights_of(record) == digest:
+            continue
+        if given[name] is not None:
             raise ValueError(
                 f"The {Path(name).stem} record is about other weights. Measure this draft (`recipes/benchmark.py --json`)."
             )
-    return records_about(digest, found, source)
-
-
-def records_about(
-    digest: str | None, found: dict[str, Any], source: str
-) -> tuple[dict | None, BenchmarkResults | None]:
-    """Returns the training record and the benchmark that are about the weights with this digest. Warns of others."""
-    kept = dict(found)
-    for name, record in found.items():
-        if record is not None and weights_of(record) != digest:
-            logger.warning(f"{name} of {source} is about other weights than this draft's, and is left out.")
-            kept[name] = None
-    return kept[TRAINING_RECORD], kept[BENCHMARK_RECORD]
+        logger.warning(f"{name} of {source} is about other weights than this draft's, and is left out.")
+        found[name] = None
+    return found[TRAINING_RECORD], found[BENCHMARK_RECORD]
 
 
 def record_beside(source: str, name: str, **hub_kwargs: Any) -> dict | BenchmarkResults | None:
