@@ -26,15 +26,11 @@ CARDS = RECIPES.parent / "model_cards"
 
 
 def read_pairings(path: Path = CARDS / "pairings.yaml") -> dict[str, dict]:
-    """Returns the pairings by target. The quickstart's target has no name, so its pairing has the folder's."""
-    pairings = {}
-    for pairing in yaml.safe_load(path.read_text(encoding="utf-8")):
-        if "recipe" in pairing:
-            pairing["settings"] = yaml.safe_load((RECIPES / f"{pairing['recipe']}.yaml").read_text(encoding="utf-8"))
-            pairings[pairing["settings"]["model_name_or_path"]] = pairing
-        else:
-            pairings[pairing["quickstart"]] = pairing
-    return pairings
+    """Returns the pairings by target, each with the settings of its recipe."""
+    pairings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    for pairing in pairings:
+        pairing["settings"] = yaml.safe_load((RECIPES / f"{pairing['recipe']}.yaml").read_text(encoding="utf-8"))
+    return {pairing["settings"]["model_name_or_path"]: pairing for pairing in pairings}
 
 
 def figures_of_others(published: list[dict]) -> str:

@@ -17,7 +17,7 @@ def test_cards_and_sources_agree():
 def test_every_recipe_has_a_card_and_every_figure_a_source():
     pairings = model_cards.read_pairings()
     recipes = {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
-    assert {pairing["recipe"] for pairing in pairings.values() if "recipe" in pairing} == recipes
+    assert {pairing["recipe"] for pairing in pairings.values()} == recipes
     for pairing in pairings.values():
         for figures in pairing.get("published", ()):
             assert figures["url"].startswith("https://") and figures["date"] and figures["figures"]
