@@ -9,13 +9,12 @@ from typing import Any
 
 from transformers import PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from ..checkpoints.keys import is_neutral
+from ..checkpoints.keys import TOKEN_KEYS, is_neutral
 from ..config_checks import DEFAULTS, NEUTRAL_LAYER_KEYS, NEUTRAL_ROPE_KEYS, changed_defaults, check_positive
 from ..remote_code.auto_eagle3 import logger
 from ..remote_code.configuration_eagle3 import NEUTRAL_KEYS, unknown_keys
 
 
-TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 TYPE_KEYS = ("dtype", "torch_dtype", "transformers_version")
 # Keys of the layers: all that transformers' Qwen3 has beyond any model's, and older names of the rotary embedding's.
 LAYER_KEYS = Qwen3Config().to_dict().keys() - PreTrainedConfig().to_dict().keys() - {*TOKEN_KEYS}
