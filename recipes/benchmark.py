@@ -118,9 +118,6 @@ def parse_arguments():
         "--max_new_tokens", type=positive_integer, default=128, help="New tokens per prompt. By default %(default)s"
     )
     parser.add_argument(
-        "--eos_token_id", type=int, nargs="+", help="Tokens that end a text, instead of the target's own"
-    )
-    parser.add_argument(
         "--num_prompts", type=positive_integer, help="How many prompts of each task, from the first on. By default all"
     )
     parser.add_argument(
@@ -264,11 +261,9 @@ def open_results(args, run: dict, missing: dict[str, str]) -> BenchmarkResults:
 
 
 def load_models(args, with_images: bool) -> dict:
-    """Returns the models other than the draft, by their arguments: the target, and `None` for those that have no name."""
-    trust, assistant = {"trust_remote_code": args.trust_remote_code}, None
-    target = load_on_device(args.target, args.device, args.dtype, args.bits, with_images, **trust)
-    if args.eos_token_id is not None:
-        target.generation_config.eos_token_id = args.eos_token_id
+    """Returns the target and the small model, by their arguments. Without a name the latter is `None`."""
+    trust = {"trust_remote_code": args.trust_remote_code}
+    target, assistant = load_on_device(args.target, args.device, args.dtype, args.bits, with_images, **trust), None
     if args.assistant:
         assistant = AutoModelForCausalLM.from_pretrained(args.assistant, dtype=args.dtype).to(args.device).eval()
     return {"target": target, "assistant": assistant}

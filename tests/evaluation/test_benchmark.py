@@ -105,20 +105,9 @@ def test_benchmark_recipe(tmp_path, tokenizer, run_recipe):
     result = run_recipe("benchmark.py", *arguments)
     assert result.returncode != 0 and "holds a run with other models: target was 'another' before" in result.stderr
     results_file.write_text("\n".join(again))
-    # Texts may be made to end early: here at once.
-    ends = [
-        "--eos_token_id",
-        *range(target.config.vocab_size),
-        "--temperatures",
-        0,
-        "--methods",
-        "plain",
-        "--repeats",
-        1,
-    ]
-    result = run_recipe("benchmark.py", *arguments[:8], *ends, "--json", tmp_path / "short.jsonl")
+    few = ["--temperatures", 0, "--methods", "plain", "--repeats", 1]
+    result = run_recipe("benchmark.py", *arguments[:8], *few, "--json", tmp_path / "short.jsonl")
     assert result.returncode == 0, result.stderr[-3000:]
-    assert [row.new_tokens for row in BenchmarkResults.read(tmp_path / "short.jsonl").rows] == [2]
     # Drafts of others bring no code, and other models are no drafts.
     export(Eagle3ForSpeculation.from_pretrained(tmp_path / "draft"), tmp_path / "sglang", "sglang")
     short = [*arguments[:2], "--prompts", tmp_path / "prompts.jsonl", "--max_new_tokens", 4, "--repeats", 1]
