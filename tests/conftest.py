@@ -445,7 +445,7 @@ class OracleBlockDraft(Oracle, DFlashForSpeculation):
             *args, position_ids=position_ids, inputs_embeds=inputs_embeds, logits_to_keep=logits_to_keep, **kwargs
         )
         self.find_rows(position_ids[:, :1] - 1, inputs_embeds[:, 0])
-        return self.favour(outputs, position_ids[:, logits_to_keep])
+        return self.favour(outputs, position_ids[:, logits_to_keep] + self.config.sample_from_anchor)
 
 
 @pytest.fixture
@@ -492,7 +492,7 @@ def assert_an_oracle_gives_the_text(target, inputs, seed: int = 0, method: str =
 
 
 # Drafts of a whole block, by what of their network differs.
-BLOCK_DRAFTS = {"dflash": {}, "jetspec": {"is_causal": True}}
+BLOCK_DRAFTS = {"dflash": {}, "jetspec": {"is_causal": True}, "dspark": {"sample_from_anchor": True, "markov_rank": 4}}
 
 
 def make_block_draft(method, target, **overrides):

@@ -130,7 +130,7 @@ def draft_config(
             return None
     if not content:
         raise ValueError(f"{name_or_path} has the weights of a draft, but no config.json. Download it again.")
-    if algorithm == "dflash" or kind is is_block_draft:
+    if algorithm in ("dflash", "dspark") or kind is is_block_draft:
         if trust_remote_code and "AutoModel" in auto_map:  # the caller wants the code that it brings
             if config is not None:  # whatever Auto class asks, and not a random model
                 config.auto_map = {"AutoModelForCausalLM": auto_map["AutoModel"], **auto_map}

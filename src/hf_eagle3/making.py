@@ -177,7 +177,8 @@ def trim_draft_vocabulary(draft: "DraftModel", draft_token_ids: Sequence[int] | 
             f"`draft_token_ids` must be tokens of the draft's vocabulary, and at least one. It has {len(token_ids)} ids, and the "
             f"vocabulary of {len(known)} tokens lacks {len(unknown)} of them (the first are {unknown[:3]})."
         )
-    heads = [module for name, module in draft.named_modules() if name.endswith("lm_head")]  # Medusa has several
+    # Medusa has several heads, and DSpark a correction of its own.
+    heads: Any = [each for name, each in draft.named_modules() if name.endswith(("lm_head", "markov_w2"))]
     for head in heads:
         if head.out_features > 0:  # else the target's head serves
             rows = head.weight.detach()[kept]

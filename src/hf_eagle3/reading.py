@@ -200,8 +200,13 @@ def sort_tokens(draft: "DraftModel", info: dict[str, Any]) -> None:
     if is_quantized and not is_sorted:  # a quantized head has scales, too
         return
     draft.d2t = token_ids[order] - places
-    if len(head) > 0 and not is_sorted:  # an empty one will be the target's, for the sorted tokens
-        head.data = head.data[order]
+    if is_sorted:
+        return
+    for name, weight in draft.named_parameters():
+        if (
+            name.endswith(("lm_head.weight", "markov_w2.weight")) and len(weight) > 0
+        ):  # an empty one will be the target's
+            weight.data = weight.data[order]
 
 
 def check_order(draft: "DraftModel", source: str | Path) -> None:

@@ -1,14 +1,22 @@
 """Block drafts: the network and its published layouts, the tree of one pass, and what is read of the text."""
 
-import copy
 import heapq
-import itertools
 import json
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
+from block_checkpoints import (
+    BLOCK,
+    MASK,
+    SPECULATORS_CONFIG,
+    ZLAB_CONFIG,
+    naive_logits,
+    speculators_config,
+    states_of,
+    write_checkpoint,
+)
 from conftest import (
     BLOCK_DRAFTS,
     assert_an_oracle_gives_the_text,
@@ -26,51 +34,14 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.baselines import DFlashConfig, DFlashForSpeculation
-from hf_eagle3.baselines.block_tree import grow_block_tree
+from hf_eagle3.baselines.block_tree import grow_block_tree, grow_markov_tree
 from hf_eagle3.baselines.dflash import BlockProposer, spread_layer_ids
 from hf_eagle3.remote_code.modeling_eagle3 import Eagle3RotaryEmbedding
 from hf_eagle3.remote_code.policy_eagle3 import Calibration
 from hf_eagle3.remote_code.tree_eagle3 import GenerationCall, Plan, Prices
 from hf_eagle3.tokenizer import load_tokenizer
-from hf_eagle3.training.target_states import TargetStates
 
 
-MASK, BLOCK = 3, 6
-
-# As in z-lab/Qwen3-4B-DFlash-b16: its keys, with the sizes of the tests' targets.
-ZLAB_CONFIG = {
-    "architectures": ["DFlashDraftModel"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-    "block_size": BLOCK,
-    "bos_token_id": 1,
-    "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 2]},
-    "dtype": "float32",
-    "eos_token_id": 2,
-    "head_dim": 8,
-    "hidden_act": "silu",
-    "hidden_size": 32,
-    "initializer_range": 0.02,
-    "intermediate_size": 48,
-    "layer_types": ["full_attention", "full_attention"],
-    "max_position_embeddings": 512,
-    "max_window_layers": 5,
-    "model_type": "qwen3",
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "num_target_layers": 4,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 10000.0,
-    "sliding_window": None,
-    "tie_word_embeddings": True,
-    "transformers_version": "4.57.3",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 96,
-}
 # JetSpec has the same layout, and says that its block is causal. Later drafts of z-lab have windows, all in `dflash_config`.
 JETSPEC_CONFIG = {**ZLAB_CONFIG, "dflash_config": {**ZLAB_CONFIG["dflash_config"], "causal_head": True}}
 WINDOWED_CONFIG = {
@@ -87,63 +58,6 @@ WINDOWED_CONFIG = {
     "sliding_window": 4,
     "use_sliding_window": True,
 }
-# As `speculators` 0.9.0 saves a draft: its keys, with the sizes of the tests' targets.
-SPECULATORS_CONFIG = {
-    "architectures": ["DFlashDraftModel"],
-    "auto_map": {"": "config.DFlashSpeculatorConfig"},
-    "aux_hidden_state_layer_ids": [1, 3],
-    "block_size": BLOCK,
-    "draft_vocab_size": 96,
-    "dtype": "float32",
-    "mask_token_id": MASK,
-    "sample_from_anchor": False,
-    "sliding_window_non_causal": False,
-    "speculators_config": {
-        "algorithm": "dflash",
-        "default_proposal_method": "greedy",
-        "proposal_methods": [
-            {
-                "accept_tolerance": 0.0,
-                "proposal_type": "greedy",
-                "speculative_tokens": BLOCK - 1,
-                "verifier_accept_k": 1,
-            }
-        ],
-        "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "me/Target"},
-    },
-    "speculators_model_type": "dflash",
-    "speculators_version": "0.9.0",
-    "target_hidden_size": None,
-    "tie_word_embeddings": False,
-    "transformer_layer_config": {
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "head_dim": 8,
-        "hidden_act": "silu",
-        "hidden_size": 32,
-        "initializer_range": 0.02,
-        "intermediate_size": 48,
-        "layer_types": ["full_attention", "full_attention"],
-        "max_position_embeddings": 512,
-        "max_window_layers": 28,
-        "model_type": "qwen3",
-        "num_attention_heads": 4,
-        "num_hidden_layers": 2,
-        "num_key_value_heads": 2,
-        "pad_token_id": None,
-        "rms_norm_eps": 1e-06,
-        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-        "transformers_version": "5.24.0",
-        "use_cache": True,
-        "use_sliding_window": False,
-        "vocab_size": 96,
-    },
-    "transformers_version": "5.24.0",
-}
 # Model-Optimizer says in `dflash_config` that all layers have windows, which are as long as a block or longer.
 MODELOPT_CONFIG = {
     **ZLAB_CONFIG,
@@ -152,48 +66,6 @@ MODELOPT_CONFIG = {
 }
 CONFIGS = {"z-lab": ZLAB_CONFIG, "jetspec": JETSPEC_CONFIG, "windowed": WINDOWED_CONFIG}
 SETTINGS = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
-
-
-def write_checkpoint(folder, config, **tensors):
-    """A checkpoint as its makers write them: the tensors of their network, by their names."""
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    size, hidden, heads = 32, 48, {"q": 32, "k": 16, "v": 16}
-    shapes = {"fc.weight": (size, 2 * size), "hidden_norm.weight": (size,), "norm.weight": (size,)}
-    for i in range(2):
-        layer = {"input_layernorm": (size,), "post_attention_layernorm": (size,)}
-        layer |= {f"self_attn.{name}_proj": (width, size) for name, width in heads.items()}
-        layer |= {"self_attn.o_proj": (size, 32), "self_attn.q_norm": (8,), "self_attn.k_norm": (8,)}
-        layer |= {"mlp.gate_proj": (hidden, size), "mlp.up_proj": (hidden, size), "mlp.down_proj": (size, hidden)}
-        shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in layer.items()}
-    generator = torch.Generator().manual_seed(1)
-    weights = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
-    weights = {name: weight + (1.0 if "norm" in name else 0.0) for name, weight in weights.items()}
-    save_file({**weights, **tensors}, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def rms_norm(states, weight):
-    return states / (states.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt() * weight
-
-
-def rotate(states, position):
-    """One vector `(8,)` of a head at a position."""
-    angles = position * 10000.0 ** (-torch.arange(0, 8, 2) / 8)
-    first, second = states[:4], states[4:]
-    return torch.cat(
-        [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1
-    )
-
-
-def speculators_config(windows=(), **changes):
-    """`SPECULATORS_CONFIG`, with windows of 4 in some layers."""
-    config = copy.deepcopy(SPECULATORS_CONFIG)
-    layers = config["transformer_layer_config"]
-    if windows:
-        layer_types = ["sliding_attention" if i in windows else "full_attention" for i in range(2)]
-        layers |= {"layer_types": layer_types, "sliding_window": 4, "use_sliding_window": True}
-    return {**config, **changes}
 
 
 def open_spec_config(config, first=1, **changes):
@@ -223,50 +95,6 @@ def open_spec_config(config, first=1, **changes):
         },
         "target_hidden_size": None,
     }
-
-
-def naive_logits(
-    weights, target, aux, root, is_causal=(False, False), windows=(None, None), scale=1.0, of_speculators=False
-):
-    """
-    The papers' network, a token and a head at a time: the block behind a context of states `(C, n * H)`. In `speculators`
-    a window is the context before the known token, for all tokens of the block.
-    """
-    context = rms_norm(aux @ weights["fc.weight"].T, weights["hidden_norm.weight"])
-    table = target.get_input_embeddings().weight
-    states, num_context = scale * table[torch.tensor([root] + [MASK] * (BLOCK - 1))], len(context)
-    for i in range(2):
-        layer = {name.removeprefix(f"layers.{i}."): weight for name, weight in weights.items()}
-        normed = rms_norm(states, layer["input_layernorm.weight"])
-        sources = torch.cat([context, normed])
-        outputs = torch.zeros_like(states)
-        for q, head in itertools.product(range(BLOCK), range(4)):
-            at = num_context + q
-            query = (normed[q] @ layer["self_attn.q_proj.weight"].T)[8 * head : 8 * head + 8]
-            query = rotate(rms_norm(query, layer["self_attn.q_norm.weight"]), at)
-            scores, values = [], []
-            for k, source in enumerate(sources):
-                is_far = windows[i] is not None and abs(at - k) >= windows[i]
-                if of_speculators:
-                    is_far = windows[i] is not None and k < num_context - windows[i]
-                if is_far or (is_causal[i] and k > at):
-                    continue
-                group = slice(8 * (head // 2), 8 * (head // 2) + 8)
-                key = rms_norm((source @ layer["self_attn.k_proj.weight"].T)[group], layer["self_attn.k_norm.weight"])
-                scores.append(query @ rotate(key, k) / 8**0.5)
-                values.append((source @ layer["self_attn.v_proj.weight"].T)[group])
-            outputs[q, 8 * head : 8 * head + 8] = torch.stack(scores).softmax(0) @ torch.stack(values)
-        states = states + outputs @ layer["self_attn.o_proj.weight"].T
-        normed = rms_norm(states, layer["post_attention_layernorm.weight"])
-        gate = torch.nn.functional.silu(normed @ layer["mlp.gate_proj.weight"].T)
-        states = states + (gate * (normed @ layer["mlp.up_proj.weight"].T)) @ layer["mlp.down_proj.weight"].T
-    head = weights.get("lm_head.weight", target.get_output_embeddings().weight)
-    return rms_norm(states, weights["norm.weight"]) @ head.T
-
-
-@torch.no_grad()
-def states_of(target, draft, tokens):
-    return TargetStates(target, draft.resolve_aux_layer_ids(target))({"input_ids": tokens})[0]
 
 
 @pytest.mark.parametrize("kind", list(CONFIGS))
@@ -660,9 +488,17 @@ def test_each_tree_is_that_of_the_text_so_far(monkeypatch, method, family):
                 block = torch.nn.functional.pad(text[None, -1:], (0, BLOCK - 1), value=MASK)
                 context = draft.combine_hidden_states(states_of(target, draft, text[None, :-1]))
                 depth = len(set(map(len, paths_of(*tree))))
-                scores = 2.0 * draft(block, context, logits_to_keep=torch.arange(1, 1 + depth)).logits
-                plan = Plan("draft", depth, len(tree[0]) - 1, width)
-                expected = grow_block_tree(text[None, -1:], scores, draft.draft_token_ids, plan)
+                of_levels = draft.config.first_row + torch.arange(depth)
+                logits, plan = (
+                    draft(block, context, logits_to_keep=of_levels).logits,
+                    Plan("draft", depth, len(tree[0]) - 1, width),
+                )
+                if draft.markov_head is None:
+                    expected = grow_block_tree(text[None, -1:], 2.0 * logits, draft.draft_token_ids, plan)
+                else:
+                    expected = grow_markov_tree(
+                        text[None, -1:], logits, draft.markov_head, draft.draft_token_ids, plan, power=2.0
+                    )
                 ours = set(paths_of(expected.tokens[0].tolist(), expected.parents[0].tolist()))
                 assert set(paths_of(*tree)) == ours
                 num_trees, num_accepted = num_trees + 1, num_accepted + len(step.accepted[i])
@@ -988,7 +824,7 @@ def test_layer_ids_that_angelslim_repeats(tmp_path):
         ({"block_size": 1}, "`block_size` is 1"),
         ({"is_causal": True, "dflash_config": {**JETSPEC_CONFIG["dflash_config"], "causal_head": False}}, "contradict"),
         ({"dflash_config": {**ZLAB_CONFIG["dflash_config"], "selector_rank": 8, "conv_kernel_size": 2}}, "conv_kernel_size.*DFlash 2"),
-        ({"use_markov_head": True}, "use_markov_head.*DSpark"),
+        ({"use_markov_head": True}, "use_markov_head"),
         ({"xpress_rank": 256}, "xpress_rank"),
         ({"is_neox_style": False}, "is_neox_style"),
         ({"num_attention_heads": 3}, "multiple of `num_key_value_heads`"),
@@ -1003,12 +839,12 @@ def test_what_is_not_understood_is_refused(tmp_path, changes, message):
     [
         *(({key: None}, f"lacks .'{key}'") for key in ("aux_hidden_state_layer_ids", "block_size", "draft_vocab_size", "mask_token_id")),
         ({"aux_hidden_state_layer_ids": [-1, 3]}, "`aux_hidden_state_layer_ids` is .-1, 3"),
-        ({"sample_from_anchor": True}, "sample_from_anchor.*which hf-eagle3 does not read"),
+        ({"sample_from_anchor": "yes"}, "`sample_from_anchor` is 'yes', but must be true or false"),
         ({"projector_type": "domino"}, "projector_type.*Domino"),
         ({"shift_label": True}, "shift_label"),
-        ({"markov_rank": 256}, "markov_rank"),
+        ({"markov_rank": "256"}, "`markov_rank` of this DSpark draft is '256', but must be a number"),
         ({"layer_types": ["full_attention"]}, "layer_types"),
-        ({"speculators_model_type": "dspark"}, "is of 'dspark'|of the kind 'dspark'"),
+        ({"speculators_model_type": "dflash2"}, "is of 'dflash2'|of the kind 'dflash2'"),
         ({**speculators_config(windows=[1]), "sliding_window_non_causal": None}, "does not say whether the block is causal"),
         ({"transformer_layer_config": {**SPECULATORS_CONFIG["transformer_layer_config"], "model_type": "llama"}}, "not of 'llama'|`use_sliding_window`|max_window_layers"),
         ({"transformer_layer_config": {**SPECULATORS_CONFIG["transformer_layer_config"], "layer_types": ["sliding_attention"] * 2}}, "no window is on"),
@@ -1047,9 +883,8 @@ def test_open_spec_config(tmp_path, first, windows):
         ({}, {"target_layer_start_idx": 2}, "`target_layer_start_idx` is 2, but must be 0 or 1"),
         ({}, {"speculative_tokens": "7"}, "`speculative_tokens` is '7', but must be an integer"),
         ({}, {"speculative_tokens": 0}, "`block_size` is 1"),
-        ({}, {"sample_from_anchor": True}, "sample_from_anchor.*which hf-eagle3 does not read"),
         ({}, {"target_layer_ids": [-1]}, "`target_layer_ids` is .-1"),
-        ({"speculators_metadata": {"markov_rank": 8}}, {}, "markov_rank"),
+        ({"speculators_metadata": {"markov_rank": 8, "markov_head_type": "rnn"}}, {}, "type 'rnn'"),
         ({"speculators_metadata": [1]}, {}, "speculators_metadata"),
         ({"quantization_config": {"quant_method": "fp8"}}, {}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, {}, "rotate whole heads"),
@@ -1068,6 +903,11 @@ def test_tensors_of_speculators_must_be_complete(tmp_path):
         (speculators_config(draft_vocab_size=40), mapping, "`t2d` marks other tokens"),
         (speculators_config(), {"lm_head.weight": torch.zeros(40, 32)}, "lm_head.weight"),
         (speculators_config(), {"markov_head.w1": torch.zeros(4)}, "markov_head.w1"),
+        (
+            speculators_config(markov_rank=4),
+            {},
+            "Missing: .'markov_head.markov_w1.weight', 'markov_head.markov_w2.weight'",
+        ),
         (
             speculators_config(aux_hidden_state_layer_ids=[1, 2, 3]),
             {},

@@ -52,7 +52,10 @@ def naive_losses(draft, batch, row):
         place = row + 2 + step
         if batch.labels[0, place] == -100:
             continue
-        p, q = batch.target_logits[0, place - 1].softmax(-1), logits[1 + step].softmax(-1)
+        scores = logits[draft.config.first_row + step]
+        if draft.markov_head is not None:
+            scores = scores + draft.markov_head(tokens[0, place - 1])
+        p, q = batch.target_logits[0, place - 1].softmax(-1), scores.softmax(-1)
         best = draft.draft_token_ids[q.argmax()]
         yield step, (p * (p / q).log()).sum(), best == batch.target_tokens[0, place - 1]
 

@@ -10,6 +10,7 @@ Drafts of other methods, to compare EAGLE-3 with. [`Eagle3Trainer`] trains them,
 | HASS | [`HassForSpeculation`] | EAGLE's layer, trained on its own states |
 | DFlash | [`DFlashForSpeculation`] | layers that draft a block in one pass |
 | JetSpec | the same, with `is_causal=True` | the same, with a causal block |
+| DSpark | the same, with a `markov_rank` | the same, whose logits depend on the token before |
 
 P-EAGLE is a form of [`Eagle3ForSpeculation`]: `draft_form="p-eagle"`.
 """
@@ -50,6 +51,9 @@ class Baseline(NamedTuple):
 
 # As in the DFlash paper for blocks of 16 tokens: mask `k` has the weight exp(-(k - 1) / 7).
 _BLOCK_TRAINING = {"ttt_steps": 15, "ttt_warmup": 0.0, "ttt_step_decay": math.exp(-1 / 7)}
+# As in DeepSpec's configurations.
+_DSPARK_TRAINING = {"ttt_steps": 7, "ttt_warmup": 0.0, "ttt_step_decay": math.exp(-1 / 4)}
+_DSPARK = {"sample_from_anchor": True, "markov_rank": 256, "block_size": 7}
 BASELINES = {
     "medusa": Baseline(MedusaForSpeculation, {"ttt_steps": 5, "ttt_warmup": 0.0, "ttt_step_decay": 0.8}),
     "hydra": Baseline(HydraForSpeculation, {"ttt_steps": 5, "ttt_warmup": 0.0, "ttt_step_decay": 0.8}),
@@ -57,6 +61,7 @@ BASELINES = {
     "hass": Baseline(HassForSpeculation, {"ttt_steps": 3, "ttt_warmup": 0.0, "ttt_step_decay": 1.0}),
     "dflash": Baseline(DFlashForSpeculation, _BLOCK_TRAINING),
     "jetspec": Baseline(DFlashForSpeculation, _BLOCK_TRAINING, {"is_causal": True}),
+    "dspark": Baseline(DFlashForSpeculation, _DSPARK_TRAINING, _DSPARK),
 }
 
 for _baseline in BASELINES.values():

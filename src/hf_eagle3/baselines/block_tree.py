@@ -1,9 +1,11 @@
-"""Grows trees from the distributions of one pass. These are independent: no token of a path conditions the next one."""
+"""Grows trees from the distributions of one pass."""
+
+from collections.abc import Callable
 
 import torch
 
 from ..remote_code.devices_eagle3 import on_device
-from ..remote_code.tree_eagle3 import Candidates, DraftTree, Plan, best_tokens, best_tree
+from ..remote_code.tree_eagle3 import Candidates, DraftTree, Plan, best_tokens, best_tree, grow_tree
 
 
 def grow_block_tree(
@@ -17,6 +19,8 @@ def grow_block_tree(
     Returns the most probable paths, where the probability of a path is the product of its tokens' (DDTree,
     https://huggingface.co/papers/2604.12989). JetSpec (https://huggingface.co/papers/2606.18394) scores paths the same
     way; its code calls it `accum_logp`. No other tree with as many nodes has a larger sum of probabilities.
+
+    The distributions are independent: no token of a path conditions the next one.
 
     The plan's prices make the tree smaller where the draft is unsure. Depth costs nothing, so the price of a level is ignored.
     """
@@ -41,3 +45,29 @@ def grow_block_tree(
         nodes = num_candidates + torch.arange(values.shape[1], device=scores.device).expand(batch_size, -1)
         num_candidates += values.shape[1]
     return best_tree(root_tokens, pool, plan, threshold, token_ids)
+
+
+def grow_markov_tree(
+    root_tokens: torch.Tensor,  # (B, 1)
+    logits: torch.Tensor,  # (B, D, V): of the tokens at each depth
+    markov_head: Callable[[torch.Tensor], torch.Tensor],  # what tokens add to the logits of their children
+    token_ids: torch.Tensor | None,  # (V,): the target's ids of the draft vocabulary, if it differs
+    plan: Plan,
+    threshold: float = 0.0,
+    power: float | torch.Tensor = 1.0,
+    guess: Callable[[torch.Tensor, int], torch.Tensor] | None = None,
+) -> DraftTree:
+    """
+    Returns the tree of a draft whose distributions are corrected by the token before (DSpark,
+    https://huggingface.co/papers/2607.05147). The paper drafts a chain. A tree grows level by level as EAGLE-2's,
+    without another pass of the draft: see [`~tree_eagle3.grow_tree`], also for `threshold`, `power` and `guess`.
+    """
+
+    def advance(tokens: torch.Tensor, states: torch.Tensor, level: int, visible: torch.Tensor | None = None) -> tuple:
+        return logits[:, level, None] + markov_head(tokens), states
+
+    prices = None if plan.prices is None else plan.prices._replace(level=0.0)  # depth costs next to nothing
+    plan = plan._replace(depth=min(plan.depth, logits.shape[1]), prices=prices)
+    states = logits.new_empty(len(logits), 0)  # the head reads none
+    of_children, _ = advance(root_tokens, states, 0)  # (B, 1, V)
+    return grow_tree(root_tokens, of_children[:, 0], states, advance, token_ids, plan, threshold, power, guess)

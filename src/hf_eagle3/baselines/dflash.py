@@ -1,9 +1,11 @@
 """
 DFlash (https://huggingface.co/papers/2602.06036): a few layers draft a whole block of tokens in one pass. JetSpec
-(https://huggingface.co/papers/2606.18394) is the same network with a causal block. `block_tree.py` grows their trees.
+(https://huggingface.co/papers/2606.18394) is the same network with a causal block. DSpark
+(https://huggingface.co/papers/2607.05147) corrects its logits by the token before. `block_tree.py` grows their trees.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, rotate_half
 from transformers.utils import logging
 
 from ..file_checks import read_json
-from ..making import logit_factor
+from ..making import logit_factor, resize_head
 from ..remote_code.accept_eagle3 import Sampler
 from ..remote_code.attention_eagle3 import additive_mask
 from ..remote_code.devices_eagle3 import on_device, reads_without_sync
@@ -36,7 +38,7 @@ from ..remote_code.tree_eagle3 import DraftTree, GenerationCall, Plan
 from ..tensor_names import HUB_ARGUMENTS, find
 from ..training.ttt import TTTBatch, UnrollStep
 from .baseline import BaselineConfig, BaselineDraft, check_steps
-from .block_tree import grow_block_tree
+from .block_tree import grow_block_tree, grow_markov_tree
 from .dflash_layout import flat_form, nested_form
 from .dflash_training import BlockCache, draw_rows
 
@@ -52,12 +54,18 @@ NUM_LAYERS = 5  # of a fresh draft, as in z-lab/Qwen3-4B-DFlash-b16
 @strict
 class DFlashConfig(BaselineConfig):
     """
-    Configuration of a DFlash or JetSpec draft. `config.json` has z-lab's layout, which vLLM and SGLang read. See
-    [`BaselineConfig`] for more fields: here `transformer_layer_config` describes Qwen3 layers, and `mask_token_id` is required.
+    Configuration of a DFlash, JetSpec or DSpark draft. `config.json` has z-lab's layout, or that of DeepSpec for DSpark, which
+    vLLM and SGLang read. See [`BaselineConfig`] for more fields: here `transformer_layer_config` describes Qwen3 layers, and
+    `mask_token_id` is required.
 
     Args:
         block_size (`int`, *optional*, defaults to `16`):
-            Tokens of a block: the known one, and the masks after it. A draft proposes `block_size - 1` tokens.
+            Tokens of a block: the known one, and the masks after it. A draft proposes [`num_drafted`] tokens.
+        sample_from_anchor (`bool`, *optional*, defaults to `False`):
+            Whether each token of the block, the known one too, predicts the token after it, as in DSpark. Otherwise each mask
+            predicts the token in its place.
+        markov_rank (`int`, *optional*, defaults to `0`):
+            Rank of the Markov head ([`MarkovHead`]). 0 leaves it out.
         is_causal (`bool`, *optional*):
             Whether a token of the block attends only to those before it (JetSpec), or to all (DFlash). `None` makes
             the layers with sliding windows causal, and the others not, as z-lab's code and vLLM do.
@@ -78,6 +86,8 @@ class DFlashConfig(BaselineConfig):
     reads_one_state: ClassVar[bool] = False
 
     block_size: int = 16
+    sample_from_anchor: bool = False
+    markov_rank: int = 0
     is_causal: bool | None = None
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
@@ -91,6 +101,8 @@ class DFlashConfig(BaselineConfig):
             raise ValueError(f"A DFlash draft has layers of 'qwen3', not of {layer_type!r}.")
         if self.block_size < 2:
             raise ValueError(f"`block_size` is {self.block_size}, but must be at least 2: a known token and a mask.")
+        if self.markov_rank < 0:
+            raise ValueError(f"`markov_rank` is {self.markov_rank}, but must be 0 (none) or more.")
         if self.mask_token_id is None:
             raise ValueError(f"`mask_token_id` is None, but must be one of the target's {self.vocab_size} tokens.")
         if self.static_tree is not None:
@@ -102,6 +114,21 @@ class DFlashConfig(BaselineConfig):
     def is_parallel(self) -> bool:
         """`False`: that is the form of EAGLE-3 (P-EAGLE), with a mask of its own."""
         return False
+
+    @property
+    def is_dspark(self) -> bool:
+        """Whether the draft differs from DFlash as DSpark does."""
+        return self.sample_from_anchor or self.markov_rank > 0
+
+    @property
+    def first_row(self) -> int:
+        """The row of a block that predicts the first drafted token."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
+    def num_drafted(self) -> int:
+        """How many tokens a pass drafts."""
+        return self.block_size - self.first_row
 
     def is_causal_in(self, layer_type: str) -> bool:
         """Whether the block is causal in layers of a type."""
@@ -168,10 +195,30 @@ class DFlashDecoderLayer(nn.Module):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
+class MarkovHead(nn.Module):
+    """
+    DSpark's correction of logits by the token before: a product of two low-rank matrices. `markov_w1` has rows for the target's
+    tokens, `markov_w2` for those of the draft vocabulary.
+    """
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__()
+        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
+        self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
+
+    def features(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What `markov_w2` reads after `tokens` `(...)`: `(..., markov_rank)`."""
+        return self.markov_w1(tokens.clamp(max=self.markov_w1.num_embeddings - 1))  # added to the target later
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Returns what `tokens` `(...)` add to the logits of the tokens after them, `(..., draft_vocab_size)`."""
+        return self.markov_w2(self.features(tokens))
+
+
 class DFlashForSpeculation(BaselineDraft):
     r"""
-    A DFlash or JetSpec draft. It reads the target's fused states at all positions of the text, and a block. The block is
-    the newest token, which has no state yet, and masks. At each mask the draft predicts the token in its place.
+    A DFlash, JetSpec or DSpark draft. It reads the target's fused states at all positions of the text, and a block. The block is
+    the newest token, which has no state yet, and masks. At each mask the draft predicts the token in its place, or behind it.
 
     ```py
     import hf_eagle3
@@ -196,6 +243,8 @@ class DFlashForSpeculation(BaselineDraft):
     _supports_sdpa = True
     _supports_attention_backend = True
     _keys_to_ignore_on_save = ["lm_head.weight"]
+    # DSpark's estimate of what is accepted. Decoding here goes by the draft's probabilities, calibrated while it runs.
+    _keys_to_ignore_on_load_unexpected = [r"^confidence_head\."]
 
     def __init__(self, config: DFlashConfig):
         super().__init__(config)
@@ -208,8 +257,9 @@ class DFlashForSpeculation(BaselineDraft):
         self.layers = nn.ModuleList(DFlashDecoderLayer(layer_config, i) for i in range(config.num_hidden_layers))
         self.norm = Eagle3RMSNorm(size, eps=eps)
         self.lm_head = Eagle3Head(size, config.draft_vocab_size, bias=False)
+        self.markov_head = MarkovHead(config) if config.markov_rank > 0 else None
         self.rotary_emb = Eagle3RotaryEmbedding(layer_config)
-        self.generation_config.tree_depth = config.block_size - 1  # as deep as the block allows
+        self.generation_config.tree_depth = config.num_drafted  # as deep as the block allows
         self.post_init()
 
     @classmethod
@@ -242,16 +292,16 @@ class DFlashForSpeculation(BaselineDraft):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path | None, *args: Any, **kwargs: Any) -> Any:
         """
-        Loads a draft of z-lab, of JetSpec, of `speculators`, or of ours. See
+        Loads a draft of z-lab, of JetSpec, of DeepSpec (DSpark), of `speculators`, or of ours. See
         [`~draft_model_eagle3.DraftModel.from_pretrained`]. A tree may be as deep as the block is long, unless a
-        `generation_config.json` says otherwise (`tree_depth`).
+        `generation_config.json` says otherwise (`tree_depth`). DSpark's confidence head is not read.
 
         Raises:
-            ValueError: as there, and if the checkpoint is of another kind of block draft (DFlash 2, DSpark).
+            ValueError: as there, and if the checkpoint is of another kind of block draft (DFlash 2, Domino).
         """
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         draft = loaded[0] if isinstance(loaded, tuple) else loaded
-        if draft.lm_head.out_features > 0 and draft.config.follows_speculators:
+        if draft.lm_head.out_features > 0 and (draft.config.follows_speculators or draft.config.is_dspark):
             draft._keys_to_ignore_on_save = None  # the head is its own
         elif draft.lm_head.out_features > 0:
             raise ValueError(
@@ -262,7 +312,7 @@ class DFlashForSpeculation(BaselineDraft):
         source = pretrained_model_name_or_path
         path = None if source is None else find(source, "generation_config.json", **hub_kwargs)
         if path is None or "tree_depth" not in read_json(path):
-            draft.generation_config.tree_depth = draft.config.block_size - 1
+            draft.generation_config.tree_depth = draft.config.num_drafted
         return loaded
 
     def save_pretrained(
@@ -274,8 +324,8 @@ class DFlashForSpeculation(BaselineDraft):
         **kwargs: Any,
     ) -> None:
         """
-        See [`~draft_model_eagle3.DraftModel.save_pretrained`]. The layout is z-lab's. The target's head is left out, and so
-        is our code.
+        See [`~draft_model_eagle3.DraftModel.save_pretrained`]. The layout is z-lab's, or DeepSpec's for DSpark. The target's head is
+        left out, and so is our code.
         """
         if self.config.follows_speculators and "sliding_attention" in self.config.transformer_layer_config.layer_types:
             logger.warning(
@@ -298,15 +348,22 @@ class DFlashForSpeculation(BaselineDraft):
                 f"{num_tokens} tokens. Resize its embedding to what it was when the draft was trained."
             )
 
+    def set_output_embeddings(self, head: nn.Linear) -> None:
+        """Sets the head. If it has another number of tokens, the Markov head begins anew for them."""
+        self.lm_head = head
+        if self.markov_head is not None and self.markov_head.markov_w2.out_features != head.out_features:
+            resize_head(self.markov_head.markov_w2, head.out_features)
+            self._init_weights(self.markov_head.markov_w2)
+
     # Training ------------------------------------------------------------------------------------------------------
 
     def unroll(self, batch: TTTBatch, steps: int) -> Iterator[UnrollStep]:
         """
-        Yields a step for each mask of the blocks, whose states `(B, K, H)` are those of `K` blocks in each text. All blocks
-        are computed in one pass. Evaluation draws the same blocks each time. Raises `ValueError` if a block has fewer masks
-        than `steps`.
+        Yields a step for each drafted token of the blocks, whose states `(B, K, H)` are those of `K` blocks in each text. With a
+        Markov head they are `(B, K, H + markov_rank)`: it reads the token before, of the text. All blocks are computed in one pass.
+        Evaluation draws the same blocks each time. Raises `ValueError` if a block drafts fewer tokens than `steps`.
         """
-        check_steps(self, steps, self.config.block_size - 1)
+        check_steps(self, steps, self.config.num_drafted)
         block_size, device = self.config.block_size, batch.input_ids.device
         generator = None if self.training else torch.Generator(device).manual_seed(0)
         rows, weights = draw_rows(batch, steps, self.BLOCK_SHARE, generator)  # (B, K)
@@ -324,8 +381,13 @@ class DFlashForSpeculation(BaselineDraft):
         states = states.unflatten(1, (-1, block_size))  # (B, K, block_size, H)
         if not self.training:  # evaluation divides by the number of drawn rows
             weights = torch.ones_like(weights)
+        head = self.trained_head()
         for step in range(steps):
-            yield UnrollStep(states[:, :, 1 + step], self.logits_of, rows=rows, row_weights=weights)
+            of_step = states[:, :, self.config.first_row + step]
+            if self.markov_head is not None:
+                before = batch.input_ids.gather(1, (rows + 1 + step).clamp(max=batch.input_ids.shape[1] - 1))
+                of_step = torch.cat([of_step, self.markov_head.features(before)], dim=-1)
+            yield UnrollStep(of_step, head, rows=rows, row_weights=weights)
 
     # The network ---------------------------------------------------------------------------------------------------
 
@@ -391,7 +453,8 @@ class DFlashForSpeculation(BaselineDraft):
             kwargs (*optional*): Ignored.
 
         Returns:
-            [`Eagle3Output`]: Row `k` predicts the `k`-th token of the block itself. Row 0 predicts nothing.
+            [`Eagle3Output`]: Row `k` predicts the `k`-th token of the block itself, and row 0 nothing. With `sample_from_anchor`
+            row `k` predicts the token after it. The Markov head, if any, is not applied: it needs the drafted tokens.
 
         Raises:
             ValueError: if there are both `input_ids` and `inputs_embeds`, or none.
@@ -437,16 +500,30 @@ class DFlashForSpeculation(BaselineDraft):
             states = layer(states, context=context, cache=cache, position_embeddings=rotary, attention_mask=mask)
         return self.norm(states)
 
-    def logits_of(self, states: torch.Tensor) -> torch.Tensor:
-        """Returns the logits `(..., draft_vocab_size)` of states `(..., H)`, as the target computes them."""
-        return self.scale_logits(self.lm_head(states))
-
-    def scale_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Returns `logits` of the head with the target's factor and soft cap."""
+    def logits_of(self, states: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+        """
+        Returns the logits `(..., draft_vocab_size)` of states `(..., H)`, as the target computes them. `weight` `(V, H)` has the rows
+        of the head for some tokens, if not for all.
+        """
+        logits = self.lm_head(states) if weight is None else F.linear(states, weight)
         factor = self.config.output_multiplier
         logits = logits if factor == 1 else logits * factor
         cap = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def trained_head(self, tokens: torch.Tensor | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Returns a function from the states of [`unroll`] to logits: of `tokens` of the draft vocabulary, or of all."""
+        weight = None if tokens is None else self.lm_head.weight.index_select(0, tokens)
+        if self.markov_head is None:
+            return partial(self.logits_of, weight=weight)
+        of_markov: torch.Tensor = self.markov_head.markov_w2.weight
+        of_markov = of_markov if tokens is None else of_markov.index_select(0, tokens)
+
+        def logits_of(states: torch.Tensor) -> torch.Tensor:
+            states, features = states.tensor_split([self.lm_head.in_features], dim=-1)
+            return self.logits_of(states, weight) + F.linear(features, of_markov)
+
+        return logits_of
 
     def proposer(self, call: GenerationCall) -> "BlockProposer":
         """See [`~assistant_eagle3.AssistantMixin.proposer`]."""
@@ -500,19 +577,23 @@ class BlockProposer(Drafter):
             indices = on_device(self.lengths, device)[:, None] + ahead  # (B, Q): slots of the block
             slots, keys = Slots(cache, indices, num_visible), torch.arange(num_visible, device=device)
             block = F.pad(root_tokens, (0, block_size - 1), value=draft.config.mask_token_id)
+            first = draft.config.first_row
             logits = draft(
                 inputs_embeds=draft.embed(block, self.call.embedding),
                 position_ids=positions[:, -1:] + 1 + ahead,
                 attention_mask=draft.masks(keys <= indices[:, -1:], indices[..., None] - keys, cache.keys[0].dtype),
                 cache=slots,
-                logits_to_keep=ahead[1 : 1 + plan.depth],
+                logits_to_keep=ahead[first : first + plan.depth],
             ).logits  # (B, depth, V)
             cache.zero(indices)  # the block is forgotten
-            scores = logits.float()
-            if sampler is not None:
-                guesses = [sampler.guess(logits[:, i], i, self.token_ids) for i in range(logits.shape[1])]
-                scores = torch.stack(guesses, dim=1)
             # Counting the nodes above a threshold forces a sync, or changes a shape that is compiled.
             may_count = reads_without_sync(device) and not self.is_static
             threshold, power = self.call.threshold if may_count else 0.0, self.call.calibration.power
+            guess = None if sampler is None else partial(sampler.guess, token_ids=self.token_ids)
+            if draft.markov_head is not None:
+                settings = plan, threshold, power, guess
+                return grow_markov_tree(root_tokens, logits, draft.markov_head, self.token_ids, *settings)
+            scores = logits.float()
+            if guess is not None:
+                scores = torch.stack([guess(logits[:, i], i) for i in range(logits.shape[1])], dim=1)
             return grow_block_tree(root_tokens, power * scores, self.token_ids, plan, threshold)

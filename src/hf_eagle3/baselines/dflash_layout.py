@@ -1,6 +1,6 @@
 """
-The `config.json` of DFlash drafts (z-lab's, JetSpec's, those of `speculators`, and the Open Spec Config), and what [`DFlashConfig`]
-makes of it.
+The `config.json` of block drafts (z-lab's, JetSpec's, DeepSpec's, those of `speculators`, and the Open Spec Config), and what
+[`DFlashConfig`] makes of it.
 """
 
 import hashlib
@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
+from ..auto import architectures_of
 from ..checkpoints.keys import TOKEN_KEYS, is_neutral
 from ..config_checks import DEFAULTS, NEUTRAL_LAYER_KEYS, NEUTRAL_ROPE_KEYS, changed_defaults, check_positive
 from ..remote_code.auto_eagle3 import logger
@@ -23,6 +24,9 @@ FACTORS = ("input_embedding_scale", "output_multiplier", "final_logit_softcappin
 # z-lab's keys stand in `dflash_config` or beside it. Its place comes first where both have one.
 BLOCK_KEYS = ("block_size", "mask_token_id", *FACTORS)
 CAUSAL_KEYS = ("is_causal", "causal", "causal_head")  # z-lab's and vLLM's names, and JetSpec's
+# Keys of DSpark, in z-lab's places, in `dspark_config`, or in the schema of `speculators`; and those that decoding here does not need.
+DSPARK_KEYS = ("sample_from_anchor", "markov_rank", "markov_head_type")
+NEUTRAL_DSPARK_KEYS = ("enable_confidence_head", "confidence_head_alpha", "confidence_head_with_markov", "num_anchors")
 # What drafts of ours add at the top level. Other readers pass over them.
 OUR_KEYS = (
     "draft_vocab_size",
@@ -43,15 +47,18 @@ DFLASH_KEYS = {
     *CAUSAL_KEYS,
     *WINDOW_KEYS,
     *TRAINING_KEYS,
+    *DSPARK_KEYS,
+    *NEUTRAL_DSPARK_KEYS,
     "num_context_layers",  # verl-SpeCo's number of states, which `fc` shows, too
     "num_target_layers",
     "target_layer_ids",
     "target_hidden_size",
 }
 # They name the draft and its target, and do not change what it computes.
-NAMING_KEYS = ("dflash_config", "architectures", "config_digest", "dtype", "model_type", "verifier")
+NAMING_KEYS = ("dflash_config", "dspark_config", "architectures", "config_digest", "dtype", "model_type", "verifier")
 # Values that are the same as leaving the key out. Other values are of other kinds of block drafts.
-BLOCK_DEFAULTS = {**DEFAULTS, "attention_mode": "gqa", "projector_type": "dflash"}
+BLOCK_DEFAULTS = {**DEFAULTS, "attention_mode": "gqa"}
+PROJECTOR_TYPES = ("dflash", "dspark")
 # Their defaults differ between kinds of models.
 NEEDED_KEYS = ("head_dim", "num_key_value_heads", "rms_norm_eps", "rope_theta")
 # The keys of `speculators` that every draft needs, and the others that change what it computes.
@@ -64,6 +71,8 @@ REQUIRED_KEYS = (
 )
 SPECULATORS_KEYS = {
     *REQUIRED_KEYS,
+    *DSPARK_KEYS,
+    *NEUTRAL_DSPARK_KEYS,
     *TOKEN_KEYS,
     "sliding_window_non_causal",
     "speculators_config",
@@ -105,15 +114,17 @@ def nested_form(content: dict[str, Any]) -> dict[str, Any]:
     """
     if "open_spec_config_version" in content:
         content = of_open_spec(content)
-    if content.get("speculators_model_type") == "dflash":
+    if content.get("speculators_model_type") in PROJECTOR_TYPES:
         return speculators_form(content)
     is_qwen3 = content.get("model_type") in ("qwen3", None)
     has_block_keys = not content.keys().isdisjoint(("dflash_config", "target_layer_ids"))
     if "transformer_layer_config" in content or not (is_qwen3 or has_block_keys):
         return content
-    dflash = content.get("dflash_config") or {}
-    if not isinstance(dflash, dict):
-        raise ValueError(f"`dflash_config` is {dflash!r}, but must be a mapping.")
+    dflash: dict[str, Any] = {}
+    for key in ("dflash_config", "dspark_config"):
+        if not isinstance(content.get(key) or {}, dict):
+            raise ValueError(f"`{key}` is {content[key]!r}, but must be a mapping.")
+        dflash |= content.get(key) or {}
     if content.get("aux_hidden_states_layer_ids") == dflash.get("target_layer_ids"):  # AngelSlim repeats them
         content = {key: value for key, value in content.items() if key != "aux_hidden_states_layer_ids"}
     known = {*DFLASH_KEYS, *LAYER_KEYS, *TOKEN_KEYS, *OUR_KEYS, *NAMING_KEYS, *NEUTRAL_LAYER_KEYS}
@@ -124,7 +135,7 @@ def nested_form(content: dict[str, Any]) -> dict[str, Any]:
     if unknown := unknown - {"partial_rotary_factor"}:  # that is checked later
         raise ValueError(
             f"This config.json has keys that DFlash does not have: {sorted(unknown)}. If they are about the target or the training, "
-            f"remove them. Otherwise the draft ({content.get('architectures')}) is of another kind (DFlash 2, DSpark, Domino), or has "
+            f"remove them. Otherwise the draft ({content.get('architectures')}) is of another kind (DFlash 2, Domino), or has "
             "other layers, which hf-eagle3 does not read. An engine such as vLLM may run it."
         )
     rope = content.get("rope_parameters")
@@ -148,6 +159,7 @@ def nested_form(content: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{', '.join(CAUSAL_KEYS)} contradict each other in this config.json.")
     fields = {key: placed[key] for key in BLOCK_KEYS if placed.get(key) is not None}
     fields |= {key: float(fields[key]) for key in FACTORS if key in fields}
+    fields |= dspark_fields(placed, default_anchor=True)
     if fields.get("final_logit_softcapping") == 0:  # off
         del fields["final_logit_softcapping"]
     others, verifier = (*TOKEN_KEYS, *OUR_KEYS, *TYPE_KEYS), content.get("verifier")
@@ -213,8 +225,34 @@ def default_layer_ids(content: dict[str, Any]) -> list[int] | None:
     return spread
 
 
+def dspark_fields(content: dict[str, Any], default_anchor: bool) -> dict[str, Any]:
+    """
+    Returns the fields of a [`DFlashConfig`] for what DSpark adds to DFlash. A draft of DSpark that does not say so samples from its
+    anchor in DeepSpec's layout, but not in that of `speculators` (`default_anchor`), as in vLLM. Raises `ValueError` if it has
+    another head than the papers' low-rank matrices, or a value is missing.
+    """
+    names = [*architectures_of(content), content.get("projector_type"), content.get("speculators_model_type")]
+    is_dspark = "dspark" in " ".join(map(str, names)).lower() or "markov_rank" in content
+    if is_dspark and type(content.get("markov_rank")) is not int:
+        raise ValueError(
+            f"`markov_rank` of this DSpark draft is {content.get('markov_rank')!r}, but must be a number: that of the columns of "
+            "`markov_head.markov_w1.weight`, or 0 if there is none."
+        )
+    rank, kind = content.get("markov_rank", 0), content.get("markov_head_type")
+    if rank and kind not in (None, "vanilla"):
+        raise ValueError(
+            f"This draft has a Markov head of the type {kind!r}, but only 'vanilla' is supported. An engine such as TensorRT-LLM may run it."
+        )
+    from_anchor = content.get("sample_from_anchor", is_dspark and default_anchor)
+    if type(from_anchor) is not bool:
+        raise ValueError(f"`sample_from_anchor` is {from_anchor!r}, but must be true or false.")
+    return {"sample_from_anchor": from_anchor, "markov_rank": rank}
+
+
 def without_defaults(content: dict[str, Any]) -> dict[str, Any]:
-    """Returns a configuration without the keys that have their [`BLOCK_DEFAULTS`]."""
+    """Returns a configuration without the keys that have their [`BLOCK_DEFAULTS`], or name a kind that we read."""
+    if content.get("projector_type") in PROJECTOR_TYPES:
+        content = {key: value for key, value in content.items() if key != "projector_type"}
     return {key: value for key, value in content.items() if key not in BLOCK_DEFAULTS or value != BLOCK_DEFAULTS[key]}
 
 
@@ -253,7 +291,7 @@ def of_open_spec(content: dict[str, Any]) -> dict[str, Any]:
         "speculators_model_type": "dflash",
         "transformer_layer_config": {key: value for key, value in content.items() if key not in not_layers},
         "aux_hidden_state_layer_ids": [id_ + 1 - first for id_ in checked_layer_ids("target_layer_ids", settings)],
-        "block_size": num_tokens + 1,
+        "block_size": num_tokens if settings["sample_from_anchor"] else num_tokens + 1,
         "draft_vocab_size": settings.get("draft_vocab_size") or content.get("vocab_size"),
         "speculators_config": {"verifier": {"name_or_path": settings.get("verifier")}},
         **{key: settings[key] for key in ("mask_token_id", "sample_from_anchor", "sliding_window_non_causal")},
@@ -262,17 +300,17 @@ def of_open_spec(content: dict[str, Any]) -> dict[str, Any]:
 
 def speculators_form(content: dict[str, Any]) -> dict[str, Any]:
     """
-    Returns the fields of a [`DFlashConfig`], given a `config.json` of a DFlash draft of `speculators`. There, ids of layers
+    Returns the fields of a [`DFlashConfig`], given a `config.json` of a DFlash or DSpark draft of `speculators`. There, ids of layers
     count inputs, so `k` is the state that enters layer `k`. Raises `ValueError` if something is missing or ambiguous, or
     there are unknown keys.
     """
     if missing := [key for key in REQUIRED_KEYS if content.get(key) is None]:
-        raise ValueError(f"This config.json of a DFlash draft of speculators lacks {missing}. Download it again.")
+        raise ValueError(f"This config.json of a block draft of speculators lacks {missing}. Download it again.")
     known = {*SPECULATORS_KEYS, *NEUTRAL_SPECULATORS_KEYS, *PreTrainedConfig().to_dict()}
     if unknown := unknown_keys(without_defaults(content), known):
         raise ValueError(
             f"This config.json of speculators has keys that DFlash does not have: {unknown}. It may be of another kind of block "
-            "draft (Domino, or one with `sample_from_anchor`), which hf-eagle3 does not read. An engine such as vLLM may."
+            "draft (Domino), which hf-eagle3 does not read. An engine such as vLLM may."
         )
     layer_config, speculators_config = content["transformer_layer_config"], content.get("speculators_config") or {}
     if not isinstance(layer_config, dict) or not isinstance(speculators_config, dict):
@@ -295,6 +333,7 @@ def speculators_form(content: dict[str, Any]) -> dict[str, Any]:
         "eagle_aux_hidden_state_layer_ids": checked_layer_ids("aux_hidden_state_layer_ids", content),
         "is_causal": False if not_causal else None,  # full attention is never causal
         "follows_speculators": True,
+        **dspark_fields(content, default_anchor=False),
         "speculators_config": {"verifier": speculators_config.get("verifier") or {}},
         **{key: content[key] for key in fields if content.get(key) is not None},
     }
@@ -318,6 +357,11 @@ def flat_form(fields: dict[str, Any]) -> dict[str, Any]:
     verifier = ((fields.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
     others = (*TOKEN_KEYS, *OUR_KEYS, "dtype", "transformers_version", "is_causal")
     fields = {**fields, "follows_speculators": fields.get("follows_speculators") or None}  # only where it is so
+    of_dspark = {}
+    if fields["sample_from_anchor"] or fields["markov_rank"]:  # DeepSpec's layout, which has all at the top level
+        of_dspark = {key: fields[key] for key in ("sample_from_anchor", "markov_rank", "mask_token_id")}
+        of_dspark |= {"architectures": ["Qwen3DSparkModel"], "target_layer_ids": layer_ids}
+        of_dspark |= {"enable_confidence_head": False, "markov_head_type": "vanilla"}
     content = {
         **{key: value for key, value in fields["transformer_layer_config"].items() if key in LAYER_KEYS},
         "architectures": ["DFlashDraftModel"],
@@ -326,12 +370,13 @@ def flat_form(fields: dict[str, Any]) -> dict[str, Any]:
         "dflash_config": {**dflash, **causal, "target_layer_ids": layer_ids},
         **{key: fields[key] for key in others if fields.get(key) is not None},
         **({"verifier": verifier} if verifier else {}),
+        **of_dspark,
     }
     return {**content, "config_digest": digest_of(content)}
 
 
 def digest_of(content: dict[str, Any]) -> str:
     """SHA-256 of the fields that change what a draft computes, in a `config.json` in z-lab's layout."""
-    names = (*LAYER_KEYS, *OUR_KEYS, "block_size", "dflash_config", "is_causal")
+    names = (*LAYER_KEYS, *OUR_KEYS, *DSPARK_KEYS, "block_size", "dflash_config", "is_causal")
     facts = {name: content[name] for name in sorted(names) if name in content and name != "weights_digest"}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -36,7 +36,7 @@ def class_of(name: str, **kwargs: Any) -> Any:
         content, _ = PreTrainedConfig.get_config_dict(name, **hub_kwargs)
     except OSError:  # a LoRA adapter has none
         return Eagle3ForSpeculation
-    if "dflash_config" in content or content.get("speculators_model_type") == "dflash":
+    if "dflash_config" in content or content.get("speculators_model_type") in ("dflash", "dspark"):
         return DFlashForSpeculation
     if "transformer_layer_config" in content:  # saved by this library, or by speculators
         of_type = {
@@ -50,8 +50,8 @@ def class_of(name: str, **kwargs: Any) -> Any:
 def method_of(draft: PreTrainedModel) -> str:
     """Returns the name that benchmarks give to a draft's method, such as `eagle3`, `jetspec` or `medusa`."""
     config = draft.config
-    if config.model_type == "dflash" and config.is_causal:
-        return "jetspec"
+    if config.model_type == "dflash" and (config.is_dspark or config.is_causal):
+        return "dspark" if config.is_dspark else "jetspec"
     return "eagle-2" if config.model_type == "eagle" and config.static_tree is None else config.model_type
 
 

@@ -135,7 +135,7 @@ def muon_with_adamw(
     the learning rate for the rest. Norms and biases are not among the `names_of_decayed`.
     """
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    matrices, others = split_parameters(trained.items(), exclude=("lm_head",))
+    matrices, others = split_parameters(trained.items(), exclude=("lm_head", "markov_head"))
     decayed = {trained[name] for name in trained.keys() & set(names_of_decayed)}
     groups: dict[float, list[torch.nn.Parameter]] = {}
     for weight in others:

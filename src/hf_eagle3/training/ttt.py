@@ -15,6 +15,7 @@ The later steps of a row need nothing of other rows. So each step can go on with
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -184,8 +185,7 @@ class SampledVocabulary(NamedTuple):
 
     tokens: torch.Tensor  # (S,): places in the draft vocabulary
     log_weights: torch.Tensor  # (S,): the logarithm of the number of tokens that each one stands for
-    weight: torch.Tensor  # (S, H): the rows of the head for these tokens
-    scale: Callable | None = None  # what the draft does to logits of its head
+    head: Callable  # returns logits (..., S) of these tokens, with the log weights, given states (..., H)
 
     @classmethod
     def of(cls, batch: TTTBatch, draft: DraftModel, num_sampled: int) -> "SampledVocabulary":
@@ -204,19 +204,16 @@ class SampledVocabulary(NamedTuple):
         log_weights = torch.zeros_like(best, dtype=torch.float32)
         if num_sampled < num_others:
             log_weights = log_weights.masked_fill(~is_likely, math.log(num_others / num_sampled))
-        weight = draft.lm_head.weight.index_select(0, tokens)
-        return cls(tokens, log_weights[tokens], weight, getattr(draft, "scale_logits", None))
+        log_weights = log_weights[tokens]
+        if not hasattr(draft, "trained_head"):
+            weight = draft.lm_head.weight.index_select(0, tokens)
+            return cls(tokens, log_weights, partial(F.linear, weight=weight, bias=log_weights.to(weight.dtype)))
+        logits_of = draft.trained_head(tokens)
+        return cls(tokens, log_weights, lambda states: (logits := logits_of(states)) + log_weights.to(logits.dtype))
 
     def of_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns the sampled logits `(..., S)` of `logits` `(..., draft_vocab_size)`."""
         return logits.index_select(-1, self.tokens) + self.log_weights
-
-    def head(self, states: torch.Tensor) -> torch.Tensor:
-        """Applies the draft's head to states `(..., H)`, and returns the sampled logits `(..., S)`."""
-        if self.scale is None:
-            return F.linear(states, self.weight, self.log_weights.to(self.weight.dtype))
-        logits = self.scale(F.linear(states, self.weight))
-        return logits + self.log_weights.to(logits.dtype)
 
 
 def draft_loss(draft: DraftModel, batch: TTTBatch, steps: int, **kwargs: Any) -> TTTOutput:

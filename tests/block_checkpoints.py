@@ -1,0 +1,191 @@
+"""Checkpoints of block drafts as their makers write them, and a slow and naive reference of their network."""
+
+import copy
+import itertools
+import json
+
+import torch
+from safetensors.torch import save_file
+
+from hf_eagle3.training.target_states import TargetStates
+
+
+MASK, BLOCK = 3, 6
+
+# As in z-lab/Qwen3-4B-DFlash-b16: its keys, with the sizes of the tests' targets.
+ZLAB_CONFIG = {
+    "architectures": ["DFlashDraftModel"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    "block_size": BLOCK,
+    "bos_token_id": 1,
+    "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 2]},
+    "dtype": "float32",
+    "eos_token_id": 2,
+    "head_dim": 8,
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "initializer_range": 0.02,
+    "intermediate_size": 48,
+    "layer_types": ["full_attention", "full_attention"],
+    "max_position_embeddings": 512,
+    "max_window_layers": 5,
+    "model_type": "qwen3",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "num_target_layers": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "transformers_version": "4.57.3",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 96,
+}
+# As `speculators` 0.9.0 saves a draft: its keys, with the sizes of the tests' targets.
+SPECULATORS_CONFIG = {
+    "architectures": ["DFlashDraftModel"],
+    "auto_map": {"": "config.DFlashSpeculatorConfig"},
+    "aux_hidden_state_layer_ids": [1, 3],
+    "block_size": BLOCK,
+    "draft_vocab_size": 96,
+    "dtype": "float32",
+    "mask_token_id": MASK,
+    "sample_from_anchor": False,
+    "sliding_window_non_causal": False,
+    "speculators_config": {
+        "algorithm": "dflash",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [
+            {
+                "accept_tolerance": 0.0,
+                "proposal_type": "greedy",
+                "speculative_tokens": BLOCK - 1,
+                "verifier_accept_k": 1,
+            }
+        ],
+        "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "me/Target"},
+    },
+    "speculators_model_type": "dflash",
+    "speculators_version": "0.9.0",
+    "target_hidden_size": None,
+    "tie_word_embeddings": False,
+    "transformer_layer_config": {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "head_dim": 8,
+        "hidden_act": "silu",
+        "hidden_size": 32,
+        "initializer_range": 0.02,
+        "intermediate_size": 48,
+        "layer_types": ["full_attention", "full_attention"],
+        "max_position_embeddings": 512,
+        "max_window_layers": 28,
+        "model_type": "qwen3",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "pad_token_id": None,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "transformers_version": "5.24.0",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 96,
+    },
+    "transformers_version": "5.24.0",
+}
+
+
+def write_checkpoint(folder, config, **tensors):
+    """A checkpoint as its makers write them: the tensors of their network, by their names."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    size, hidden, heads = 32, 48, {"q": 32, "k": 16, "v": 16}
+    shapes = {"fc.weight": (size, 2 * size), "hidden_norm.weight": (size,), "norm.weight": (size,)}
+    for i in range(2):
+        layer = {"input_layernorm": (size,), "post_attention_layernorm": (size,)}
+        layer |= {f"self_attn.{name}_proj": (width, size) for name, width in heads.items()}
+        layer |= {"self_attn.o_proj": (size, 32), "self_attn.q_norm": (8,), "self_attn.k_norm": (8,)}
+        layer |= {"mlp.gate_proj": (hidden, size), "mlp.up_proj": (hidden, size), "mlp.down_proj": (size, hidden)}
+        shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+    generator = torch.Generator().manual_seed(1)
+    weights = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+    weights = {name: weight + (1.0 if "norm" in name else 0.0) for name, weight in weights.items()}
+    save_file({**weights, **tensors}, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def rms_norm(states, weight):
+    return states / (states.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt() * weight
+
+
+def rotate(states, position):
+    """One vector `(8,)` of a head at a position."""
+    angles = position * 10000.0 ** (-torch.arange(0, 8, 2) / 8)
+    first, second = states[:4], states[4:]
+    return torch.cat(
+        [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1
+    )
+
+
+def speculators_config(windows=(), **changes):
+    """`SPECULATORS_CONFIG`, with windows of 4 in some layers."""
+    config = copy.deepcopy(SPECULATORS_CONFIG)
+    layers = config["transformer_layer_config"]
+    if windows:
+        layer_types = ["sliding_attention" if i in windows else "full_attention" for i in range(2)]
+        layers |= {"layer_types": layer_types, "sliding_window": 4, "use_sliding_window": True}
+    return {**config, **changes}
+
+
+def naive_logits(
+    weights, target, aux, root, is_causal=(False, False), windows=(None, None), scale=1.0, of_speculators=False
+):
+    """
+    The papers' network, a token and a head at a time: the block behind a context of states `(C, n * H)`. In `speculators`
+    a window is the context before the known token, for all tokens of the block.
+    """
+    context = rms_norm(aux @ weights["fc.weight"].T, weights["hidden_norm.weight"])
+    table = target.get_input_embeddings().weight
+    states, num_context = scale * table[torch.tensor([root] + [MASK] * (BLOCK - 1))], len(context)
+    for i in range(2):
+        layer = {name.removeprefix(f"layers.{i}."): weight for name, weight in weights.items()}
+        normed = rms_norm(states, layer["input_layernorm.weight"])
+        sources = torch.cat([context, normed])
+        outputs = torch.zeros_like(states)
+        for q, head in itertools.product(range(BLOCK), range(4)):
+            at = num_context + q
+            query = (normed[q] @ layer["self_attn.q_proj.weight"].T)[8 * head : 8 * head + 8]
+            query = rotate(rms_norm(query, layer["self_attn.q_norm.weight"]), at)
+            scores, values = [], []
+            for k, source in enumerate(sources):
+                is_far = windows[i] is not None and abs(at - k) >= windows[i]
+                if of_speculators:
+                    is_far = windows[i] is not None and k < num_context - windows[i]
+                if is_far or (is_causal[i] and k > at):
+                    continue
+                group = slice(8 * (head // 2), 8 * (head // 2) + 8)
+                key = rms_norm((source @ layer["self_attn.k_proj.weight"].T)[group], layer["self_attn.k_norm.weight"])
+                scores.append(query @ rotate(key, k) / 8**0.5)
+                values.append((source @ layer["self_attn.v_proj.weight"].T)[group])
+            outputs[q, 8 * head : 8 * head + 8] = torch.stack(scores).softmax(0) @ torch.stack(values)
+        states = states + outputs @ layer["self_attn.o_proj.weight"].T
+        normed = rms_norm(states, layer["post_attention_layernorm.weight"])
+        gate = torch.nn.functional.silu(normed @ layer["mlp.gate_proj.weight"].T)
+        states = states + (gate * (normed @ layer["mlp.up_proj.weight"].T)) @ layer["mlp.down_proj.weight"].T
+    head = weights.get("lm_head.weight", target.get_output_embeddings().weight)
+    return rms_norm(states, weights["norm.weight"]) @ head.T
+
+
+@torch.no_grad()
+def states_of(target, draft, tokens):
+    return TargetStates(target, draft.resolve_aux_layer_ids(target))({"input_ids": tokens})[0]
