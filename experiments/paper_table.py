@@ -18,8 +18,8 @@ Methods are those of `hf_eagle3.baselines`, and:
 Each method has its paper's loss and number of drafting steps; docs/baselines.md says what differs. Learning rate, optimizer,
 data and the number of nodes are the same for all. All guess samples by the same noise (docs/design.md), which no paper
 does. Our drafts and P-EAGLE's have a draft vocabulary. The others have the target's whole vocabulary, as in their papers. A
-static tree is the best one by the trained draft's accuracies on training data. Trees of DFlash and JetSpec are as deep as
-their blocks, because depth costs them nothing. These two are trained with a sampled softmax.
+static tree is the best one by the trained draft's accuracies on training data. Trees of DFlash, JetSpec and DSpark are as deep as
+their blocks, because depth costs them next to nothing. These three are trained with a sampled softmax.
 
 Trained drafts and measurements stay in the folder. After an interruption, the same command goes on.
 """
@@ -58,6 +58,7 @@ DRAFTS = {
     "p-eagle": "p-eagle",
     "dflash": "dflash",
     "jetspec": "jetspec",
+    "dspark": "dspark",
     "eagle3-classic": "classic",
     "eagle3-no-lookup": "eagle3",
     "eagle3": "eagle3",
@@ -96,7 +97,9 @@ def train(name, folder: Path, target, tokenizer, dataset, args) -> None:
     if baseline is not None:
         torch.manual_seed(args.seed)
         is_block = baseline.draft_class is DFlashForSpeculation
-        sizes = {"num_hidden_layers": args.block_layers, "block_size": args.block_size} if is_block else {}
+        # All draft as many tokens. DSpark's blocks have one token less for that.
+        block_size = args.block_size - ("sample_from_anchor" in baseline.overrides)
+        sizes = {"num_hidden_layers": args.block_layers, "block_size": block_size} if is_block else {}
         draft, settings = baseline.make_draft(target, **sizes), dict(baseline.training)
         if is_block:
             settings |= {"ttt_steps": args.block_size - 1, "sampled_vocab_size": SAMPLED_VOCAB_SIZE}
@@ -154,7 +157,7 @@ def load(method: str, folder: Path, target, args):
         draft.config.static_tree = None
     is_block = isinstance(draft, DFlashForSpeculation)
     draft.generation_config.update(
-        tree_depth=draft.config.block_size - 1 if is_block else args.tree_depth,
+        tree_depth=draft.config.num_drafted if is_block else args.tree_depth,
         num_assistant_tokens=args.num_assistant_tokens,
         assistant_confidence_threshold=draft.generation_config.assistant_confidence_threshold
         if method == "eagle3"
@@ -203,8 +206,10 @@ def main():
     parser.add_argument("--layer_type", choices=["llama", "qwen3"], help="Of EAGLE-3's and P-EAGLE's drafts")
     parser.add_argument("--learning_rate", type=float, default=5e-3, help="Tried with small targets only")
     parser.add_argument("--ttt_steps", type=int, default=5, help="Drafting steps unrolled for EAGLE-3 and P-EAGLE")
-    parser.add_argument("--block_layers", type=int, default=5, help="Layers of DFlash's and JetSpec's drafts")
-    parser.add_argument("--block_size", type=int, default=16, help="Tokens of their blocks, with the known one")
+    parser.add_argument("--block_layers", type=int, default=5, help="Layers of block drafts")
+    parser.add_argument(
+        "--block_size", type=int, default=16, help="Tokens of their blocks, with the known one (DSpark: one less)"
+    )
     parser.add_argument("--max_length", type=int, default=256)
     parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--tree_depth", type=int, default=6)

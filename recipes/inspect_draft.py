@@ -94,7 +94,8 @@ def describe_form(config) -> list[tuple[str, str]]:
                 f"attention is {within if len(set(causal.values())) > 1 else next(iter(causal.values()))}",
             ),
             *([("window", window)] if "sliding_attention" in layer_types else []),
-            ("drafting", "the whole block in one pass"),
+            ("drafting", f"{config.num_drafted} tokens in one pass"),
+            *([("Markov head", f"of rank {config.markov_rank}")] if config.markov_rank else []),
         ]
     if config.model_type != "eagle3":
         nodes = config.static_tree
@@ -142,7 +143,11 @@ def describe_engines_of(draft, info) -> list[tuple[str, str]]:
     if is_eagle3(draft):
         return describe_engines(draft, info["format"])
     has_blocks = draft.config.model_type == "dflash" and not draft.config.follows_speculators
-    if has_blocks and set(draft.config.transformer_layer_config.layer_types) == {"full_attention"}:
+    if (
+        has_blocks
+        and not draft.config.is_dspark
+        and set(draft.config.transformer_layer_config.layer_types) == {"full_attention"}
+    ):
         return [("vLLM", 'takes it as it is, with `"method": "dflash"` in --speculative-config')]
     return []
 

@@ -69,6 +69,7 @@ def test_the_saved_code_never_runs(script, few, pairing, run_script):
         ("hass", "hass"),
         ("dflash", "dflash"),
         ("jetspec", "jetspec"),
+        ("dspark", "dspark"),
         ("p-eagle", "eagle3"),
     ],
 )

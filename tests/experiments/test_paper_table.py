@@ -19,7 +19,8 @@ def arguments_of(files, **settings):
 
 
 def test_the_table(files, run_experiment):
-    methods = ["medusa", "eagle", "eagle-2", "p-eagle", "dflash", "jetspec", "eagle3-no-lookup", "eagle3"]
+    methods = ["medusa", "eagle", "eagle-2", "p-eagle", "dflash", "jetspec", "dspark"]
+    methods += ["eagle3-no-lookup", "eagle3"]
     command = ("paper_table.py", *arguments_of(files, tokens=256), "--methods", *methods)
     result = run_experiment(*command)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -30,9 +31,12 @@ def test_the_table(files, run_experiment):
         # Tokens, and the texts at both temperatures.
         assert cells[method][2] == "256" and (cells[method][5], cells[method][8]) == ("2/2", "2/2")
     assert cells["eagle"][1] == cells["eagle-2"][1] != cells["eagle3"][1]
-    assert cells["dflash"][1] == cells["jetspec"][1]
-    blocks = [json.loads((files / "out" / name / "config.json").read_text()) for name in ("dflash", "jetspec")]
-    assert [each["dflash_config"].get("causal_head", False) for each in blocks] == [False, True]
+    assert cells["dflash"][1] == cells["jetspec"][1] != cells["dspark"][1]
+    blocks = [
+        json.loads((files / "out" / name / "config.json").read_text()) for name in ("dflash", "jetspec", "dspark")
+    ]
+    assert [each["dflash_config"].get("causal_head", False) for each in blocks] == [False, True, False]
+    assert [each["block_size"] for each in blocks] == [16, 16, 15] and blocks[2]["markov_rank"] == 256
     tree = json.loads((files / "out" / "medusa" / "config.json").read_text())["static_tree"]
     assert (
         max(map(len, tree)) <= 5

@@ -93,8 +93,9 @@ def test_inspect_and_export(tmp_path, run_recipe):
         ),
         (
             "dflash",
-            {"method": "dflash", "in the block": "full", "drafting": "the whole block", "vLLM": "as it is"},
+            {"method": "dflash", "in the block": "full", "drafting": "5 tokens in one pass", "vLLM": "as it is"},
         ),
+        ("dspark", {"method": "dspark", "drafting": "6 tokens in one pass", "Markov head": "of rank 4"}),
         (
             "medusa",
             {"method": "medusa", "heads": "5, each", "tree": "static, 64 nodes", "reads": "after the final norm"},
@@ -115,7 +116,7 @@ def test_drafts_of_other_methods(tmp_path, run_recipe, method, expected):
     assert all(value in lines[name] for name, value in expected.items())
     assert lines[str(tmp_path / "target")].endswith("  fits") and not lines.keys() & {"SGLang", "flags", "format"}
     assert ("vLLM" in lines) == (method in ("jetspec", "dflash"))
-    assert method in ("jetspec", "dflash", "eagle-2") or "layers" not in lines
+    assert method in ("jetspec", "dflash", "dspark", "eagle-2") or "layers" not in lines
     if method == "jetspec":
         result = run_recipe("inspect_draft.py", tmp_path / "draft", "--target", tmp_path / "other")
         assert result.returncode == 1 and "does not fit" in result.stdout and "another model" in result.stdout

@@ -256,7 +256,7 @@ class DFlashForSpeculation(BaselineDraft):
         self.hidden_norm = Eagle3RMSNorm(size, eps=eps)
         self.layers = nn.ModuleList(DFlashDecoderLayer(layer_config, i) for i in range(config.num_hidden_layers))
         self.norm = Eagle3RMSNorm(size, eps=eps)
-        self.lm_head = Eagle3Head(size, config.draft_vocab_size, bias=False)
+        self.lm_head: nn.Linear = Eagle3Head(size, config.draft_vocab_size, bias=False)
         self.markov_head = MarkovHead(config) if config.markov_rank > 0 else None
         self.rotary_emb = Eagle3RotaryEmbedding(layer_config)
         self.generation_config.tree_depth = config.num_drafted  # as deep as the block allows

@@ -27,6 +27,7 @@ OTHER_DRAFTS = {
     "p-eagle": "#a5883f",
     "dflash": "#4f9d8f",
     "jetspec": "#2f6f73",
+    "dspark": "#1d4e5f",
     "eagle3-classic": "#d9b44a",
 }
 COLORS = {
