@@ -490,7 +490,7 @@ if os.environ["RANK"] == "0":
 def train_two(folder, tokenizer, batch_size):
     """Their losses, a list for each."""
     losses = []
-    for method in ("hydra", "eagle", "dflash"):
+    for method in ("hydra", "eagle", "dspark"):
         trainer = make_method_trainer(folder, tokenizer, method, per_device_train_batch_size=batch_size, max_steps=2)
         # What is drawn at random is not the same in each process.
         trainer.draft.NOISE, trainer.draft.BLOCK_SHARE = 0.0, 1.0
@@ -508,7 +508,7 @@ def test_two_processes_give_the_losses_of_one(tmp_path, tokenizer):
     expected = train_two(tmp_path / "one", tokenizer, 4)
     for ours, theirs in zip(json.loads((tmp_path / "losses.json").read_text()), expected, strict=True):
         assert ours == pytest.approx(theirs, rel=2e-3)
-    for method in ("hydra", "eagle", "dflash"):
+    for method in ("hydra", "eagle", "dspark"):
         ours, theirs = (AutoModel.from_pretrained(folder / method) for folder in (tmp_path, tmp_path / "one"))
         assert (
             ours.config.static_tree == theirs.config.static_tree

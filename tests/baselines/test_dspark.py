@@ -14,8 +14,8 @@ from block_checkpoints import (
     write_checkpoint,
 )
 from conftest import assert_same_text, generate, make_baseline, make_batch, make_prompt, make_target
-from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, Qwen3Config
 
 from hf_eagle3.baselines import DFlashConfig, DFlashForSpeculation
 from hf_eagle3.baselines.block_tree import grow_markov_tree
@@ -120,6 +120,51 @@ def test_published_layouts(tmp_path, kind, has_own):
         tree = grow_markov_tree(tokens[:, -1:], of_block, each.markov_head, each.draft_token_ids, plan)
         assert tree.tokens[0].tolist() == [root, *chain]
         assert_same_text(target, each, make_batch([12, 5, 17]))
+
+
+@pytest.mark.parametrize("from_anchor", [False, True])
+@torch.no_grad()
+def test_the_network_is_that_of_speculators(tmp_path, monkeypatch, from_anchor):
+    """What `speculators` saves and computes, where it is installed."""
+    dspark = pytest.importorskip("speculators.models.dspark")
+    target, tokens = make_target("llama"), make_prompt(20)
+    target.save_pretrained(tmp_path / "target")
+    content = speculators_config(**SPECULATORS, sample_from_anchor=from_anchor)
+    content["speculators_config"]["verifier"]["name_or_path"] = str(tmp_path / "target")
+    layer_config = Qwen3Config(**content.pop("transformer_layer_config"), attn_implementation="eager")
+    theirs = dspark.DSparkDraftModel(
+        dspark.DSparkSpeculatorConfig(**content, transformer_layer_config=layer_config)
+    ).eval()
+    theirs.load_verifier_weights()
+    for name, weight in theirs.named_parameters():
+        if not name.startswith(("embed", "lm_head", "verifier")):
+            weight.add_(torch.randn_like(weight) * 0.2)
+    theirs.save_pretrained(tmp_path / "draft")
+    draft = AutoModel.from_pretrained(tmp_path / "draft").eval()
+    draft.borrow_embeddings(target)
+    aux, anchor = states_of(target, draft, tokens), 7
+    chosen = torch.tensor([anchor]), torch.tensor([True])
+    monkeypatch.setattr("speculators.models.dflash.core.select_anchors", lambda *args: chosen)
+    seen = []
+    monkeypatch.setattr(
+        "speculators.models.dspark.core.compute_metrics", lambda logits, *args, **kwargs: (seen.append(logits), {})
+    )
+    theirs(aux, tokens, torch.ones(tokens.shape), aux[..., :32], torch.zeros_like(tokens), max_anchors=1)
+    block = torch.nn.functional.pad(tokens[:, anchor : anchor + 1], (0, BLOCK - 1), value=MASK)
+    rows = draft.config.first_row + torch.arange(draft.config.num_drafted)
+    logits = draft(block, draft.combine_hidden_states(aux[:, :anchor]), logits_to_keep=rows).logits
+    before = tokens[:, anchor : anchor + draft.config.num_drafted]
+    torch.testing.assert_close(logits + draft.markov_head(before), seen[0][:, rows], atol=1e-4, rtol=1e-4)
+
+
+def test_names_within_a_wrapper(tmp_path):
+    folder = write_checkpoint(tmp_path, DEEPSPEC_CONFIG, **heads_of())
+    expected, tensors = AutoModel.from_pretrained(folder).state_dict(), load_file(folder / "model.safetensors")
+    save_file(
+        {f"model.{name}": tensor for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+    draft = AutoModel.from_pretrained(folder)
+    assert all(tensor.equal(expected[name]) for name, tensor in draft.state_dict().items())
 
 
 def test_a_tree_has_the_probabilities_of_its_paths():

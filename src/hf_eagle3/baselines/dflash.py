@@ -244,7 +244,7 @@ class DFlashForSpeculation(BaselineDraft):
     _supports_attention_backend = True
     _keys_to_ignore_on_save = ["lm_head.weight"]
     # DSpark's estimate of what is accepted. Decoding here goes by the draft's probabilities, calibrated while it runs.
-    _keys_to_ignore_on_load_unexpected = [r"^confidence_head\."]
+    _keys_to_ignore_on_load_unexpected = [r"\bconfidence_head\."]
 
     def __init__(self, config: DFlashConfig):
         super().__init__(config)
