@@ -4,18 +4,18 @@
 r"""
 Writes a draft in the format of an engine.
 
-    python recipes/export.py me/Qwen3-8B-speculator.eagle3 --to sglang --output_dir Qwen3-8B-eagle3-sglang
+    python recipes/export.py me/Qwen3-8B-speculator.eagle3 --to sglang --output_dir outputs/Qwen3-8B-eagle3-sglang
 
 `vllm serve` takes drafts as they are saved. (`--to speculators --target Qwen/Qwen3-8B` converts drafts of other formats.)
 Other engines need their own format:
 
-    python recipes/export.py my-draft --to gguf --target_gguf Qwen3-8B.gguf --output_dir draft-gguf
-    python recipes/export.py my-draft --to openvino --python openvino/bin/python --output_dir draft-openvino
+    python recipes/export.py outputs/my-draft --to gguf --target_gguf Qwen3-8B.gguf --output_dir outputs/draft-gguf
+    python recipes/export.py outputs/my-draft --to openvino --python openvino/bin/python --output_dir outputs/draft-openvino
 
 `--push_to` pushes the result to a branch of the draft's Hub repo, so that one repo serves all engines. The branch is
 named after the format, or by `--revision`:
 
-    python recipes/export.py me/Qwen3-8B-speculator.eagle3 --to sglang --output_dir Qwen3-8B-eagle3-sglang \
+    python recipes/export.py me/Qwen3-8B-speculator.eagle3 --to sglang --output_dir outputs/Qwen3-8B-eagle3-sglang \
         --push_to me/Qwen3-8B-speculator.eagle3
 """
 

@@ -5,8 +5,8 @@
 Runs the target once over the training data, and stores its hidden states. Then any number of drafts can be trained
 without running the target again.
 
-    accelerate launch recipes/extract_features.py --features_dir features-qwen3-8b --config recipes/qwen3_8b.yaml
-    accelerate launch recipes/train.py --features_dir features-qwen3-8b --config recipes/qwen3_8b.yaml --eval_strategy no
+    accelerate launch recipes/extract_features.py --features_dir outputs/features-qwen3-8b --config recipes/qwen3_8b.yaml
+    accelerate launch recipes/train.py --features_dir outputs/features-qwen3-8b --config recipes/qwen3_8b.yaml --eval_strategy no
 
 Evaluation loads the whole target, so the second command turns it off. Arguments are those of `recipes/train.py`. Data, chat
 template, packing and layers are fixed here.

@@ -7,19 +7,19 @@ Replaces the answers of a data set with the target's own, which its draft will h
 With the target in this process, or one in a process per GPU:
 
     accelerate launch recipes/regenerate.py --model_name_or_path Qwen/Qwen3-8B --dtype bfloat16 \
-        --dataset_name HuggingFaceH4/ultrachat_200k --dataset_train_split train_sft --output_dir ultrachat-qwen3-8b
+        --dataset_name HuggingFaceH4/ultrachat_200k --dataset_train_split train_sft --output_dir outputs/ultrachat-qwen3-8b
 
 With an OpenAI-compatible server (vLLM, SGLang), which is faster:
 
     python recipes/regenerate.py --model_name_or_path Qwen/Qwen3-8B --base_url http://localhost:8000/v1 --concurrency 128 \
-        --dataset_name HuggingFaceH4/ultrachat_200k --dataset_train_split train_sft --output_dir ultrachat-qwen3-8b
+        --dataset_name HuggingFaceH4/ultrachat_200k --dataset_train_split train_sft --output_dir outputs/ultrachat-qwen3-8b
 
 Each of the assistant's turns is replaced, and later answers see the new earlier ones. Prompts that are texts are continued, without
 a chat template. Rows with only a `text` are cut into prompts of `--prompt_tokens`, so that prompts and answers together are as long
 as the text. Rows may have images if the target takes them. New rows keep the images, or their paths.
 
 Finished rows are written at once. After an interruption the same command continues, and tries failed rows again. Then train
-on the folder with `recipes/train.py --dataset_name ultrachat-qwen3-8b ...`, or push it with `--push_to_hub me/ultrachat-qwen3-8b`.
+on the folder with `recipes/train.py --dataset_name outputs/ultrachat-qwen3-8b ...`, or push it with `--push_to_hub me/ultrachat-qwen3-8b`.
 """
 
 import asyncio

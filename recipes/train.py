@@ -11,7 +11,7 @@ On one machine, with one process per GPU:
         --dataset_name HuggingFaceH4/ultrachat_200k --dataset_train_split train_sft --assistant_only_loss \
         --draft_vocab_size 32000 --max_length 4096 --packing \
         --per_device_train_batch_size 1 --gradient_accumulation_steps 8 \
-        --output_dir Qwen3-8B-speculator.eagle3
+        --output_dir outputs/Qwen3-8B-speculator.eagle3
 
 A YAML file (`--config`) can have the arguments, and flags override it. This folder has files for known targets, such as
 `qwen3_8b.yaml`. `--dataset_name` also takes local data: a JSON Lines, Parquet or text file, a folder with `train.jsonl`
@@ -21,7 +21,7 @@ and `test.jsonl`, or the output of `regenerate.py`. Rows may have images if the 
 `--draft_name_or_path` trains an existing draft further. With `--use_peft` it is adapted by LoRA:
 
     accelerate launch recipes/train.py --draft_name_or_path me/Qwen3-8B-speculator.eagle3 --use_peft \
-        --model_name_or_path Qwen/Qwen3-8B --dataset_name me/my-domain --output_dir my-domain-adapter
+        --model_name_or_path Qwen/Qwen3-8B --dataset_name me/my-domain --output_dir outputs/my-domain-adapter
 """
 
 import argparse
@@ -428,7 +428,7 @@ def next_steps(trainer: Eagle3Trainer, target: str, script_args: TrainScriptArgu
             f"    draft.save_pretrained({str(folder)!r})\n\nThen, to use it:\n\n"
         )
         draft = str(folder)
-    results = f"{Path(draft).name}-results.jsonl"
+    results = f"{folder}-results.jsonl"
     measure = ["python", "recipes/benchmark.py", "--target", target, "--draft", draft, "--json", results]
     tasks = tasks_to_measure(trainer, script_args.dataset_name)
     measure += ["--tasks", *tasks] if tasks else []

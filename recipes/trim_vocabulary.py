@@ -5,7 +5,7 @@
 Removes rare tokens from a draft's vocabulary, without training. The draft's head gets smaller, so drafting gets faster. The draft
 can no longer propose the removed tokens, so the target accepts a little less. Texts stay the same.
 
-    python recipes/trim_vocabulary.py my-draft --dataset_name outputs/answers --draft_vocab_size 16384 --output_dir my-draft-16k
+    python recipes/trim_vocabulary.py outputs/my-draft --dataset_name outputs/answers --draft_vocab_size 16384 --output_dir outputs/my-draft-16k
 
 The most frequent tokens of the data stay. In conversations only the assistant's tokens count. The target's own texts are best. The data
 may be a Hub id, a folder of JSON Lines files, or a file (JSON, Parquet, text), as for `recipes/train.py`.

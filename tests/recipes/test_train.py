@@ -538,11 +538,11 @@ def test_the_chat_of_the_docs(files, tmp_path, tokenizer, monkeypatch, run_recip
     target = ("--model_name_or_path", files / "target", "--draft_vocab_size", 16)  # small, as the chats are
     shared = ("--max_steps", 2, "--report_to", "none", "--use_cpu", "true", "--eval_max_new_tokens", 4)
     result = run_recipe("train.py", "--config", "chat.yaml", "--chat_template_path", "chat.jinja", *target, *shared)
-    assert "Saved the draft to my-target-speculator.eagle3" in result.stdout
+    assert "Saved the draft to outputs/my-target-speculator.eagle3" in result.stdout
     # To measure as it was trained, on its own prompts.
     held_out = str(Path("chats", "test.jsonl"))
     assert f"-results.jsonl --tasks {held_out} --chat_template_path chat.jinja" in result.stdout
-    assert Path("my-target-speculator.eagle3", "model.safetensors").exists()
+    assert Path("outputs/my-target-speculator.eagle3", "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("offline", [False, True])
