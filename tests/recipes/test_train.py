@@ -9,6 +9,7 @@ import random
 import re
 import runpy
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -535,7 +536,9 @@ def test_the_chat_of_the_docs(files, tmp_path, tokenizer, monkeypatch, run_recip
         Path("chats", f"{split}.jsonl").write_text(chat * 8)
     Path("chat.jinja").write_text(template)
     Path("chat.yaml").write_text(config)
-    target = ("--model_name_or_path", files / "target", "--draft_vocab_size", 16)  # small, as the chats are
+    # As on the page, the target has no template of its own. (The draft vocabulary is small, as the chats are.)
+    shutil.copytree(files / "target", "path/to/target", ignore=shutil.ignore_patterns("*.jinja"))
+    target = ("--draft_vocab_size", 16)
     shared = ("--max_steps", 2, "--report_to", "none", "--use_cpu", "true", "--eval_max_new_tokens", 4)
     result = run_recipe("train.py", "--config", "chat.yaml", "--chat_template_path", "chat.jinja", *target, *shared)
     assert "Saved the draft to outputs/my-target-speculator.eagle3" in result.stdout
@@ -543,6 +546,9 @@ def test_the_chat_of_the_docs(files, tmp_path, tokenizer, monkeypatch, run_recip
     held_out = str(Path("chats", "test.jsonl"))
     assert f"-results.jsonl --tasks {held_out} --chat_template_path chat.jinja" in result.stdout
     assert Path("outputs/my-target-speculator.eagle3", "model.safetensors").exists()
+    # Who has the card has no template either.
+    card = ModelCard.load("outputs/my-target-speculator.eagle3/README.md").text
+    exec(re.search(r"```python\n(.*?)```", card, re.S)[1].replace('"my-target', '"outputs/my-target'), {})
 
 
 @pytest.mark.parametrize("offline", [False, True])

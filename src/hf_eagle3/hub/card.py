@@ -291,9 +291,8 @@ def eval_results(
 
 
 def is_for_chats(training: dict | None) -> bool:
-    """Returns whether the target takes chats: it has a chat template, or the draft was trained on chats."""
-    training = training or {}
-    return bool(training.get("has_chat_template") or (training.get("arguments") or {}).get("assistant_only_loss"))
+    """Returns whether users can ask in chats: the target has a chat template of its own."""
+    return bool((training or {}).get("has_chat_template"))
 
 
 def card_digest(card: ModelCard) -> str:

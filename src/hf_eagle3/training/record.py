@@ -313,5 +313,5 @@ def training_record(trainer: Eagle3Trainer, state_dict: dict[str, torch.Tensor] 
         "num_processes": args.world_size,
         "environment": environment(trainer.accelerator.device),
         "evaluation": evaluation_of(trainer, log, step),
-        "has_chat_template": trainer.processing_class.chat_template is not None,
+        "has_chat_template": trainer.has_chat_template,
     }

@@ -139,6 +139,7 @@ class Eagle3Trainer(DraftSavingTrainer):
 
         self.target_model = target_model
         self.target_vocab_size = target_model.config.get_text_config(decoder=True).vocab_size
+        self.has_chat_template = tokenizer.chat_template is not None  # before the arguments replace it
         self.num_positions = num_positions(target_model)
         self.callers_optimizer = optimizer_name(kwargs)
         self.dataset_names, self.script_settings = [], {}
