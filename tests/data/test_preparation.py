@@ -411,6 +411,26 @@ def test_positions_beyond_a_table(tokenizer, tmp_path):
     assert trainer.evaluate(Dataset.from_list([{"input_ids": [5, 6, 7, 8] * 8}]))["eval_acceptance_length"] >= 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_texts_that_are_longer_than_the_targets(tokenizer, tmp_path, caplog, stream):
+    target = make_target("llama", max_position_embeddings=16)
+
+    def said(**arguments):
+        caplog.clear()
+        rows = Dataset.from_list([{"input_ids": [5, 6, 7, 8] * length} for length in (4, 5)])
+        rows = rows.to_iterable_dataset() if stream else rows
+        trainer = trainers.make_trainer(tmp_path, tokenizer, None, rows, target, **arguments)
+        list(trainer.train_dataset)  # a stream is read now
+        return caplog.text
+
+    for max_length in (100, None):
+        who = "1 rows of the train data so far" if stream else "1 of 2 rows of the train data (up to 20 tokens)"
+        assert f"{who} are longer than 16 tokens, the longest texts" in said(max_length=max_length)
+    assert "longest texts" not in said(max_length=16)
+    target.config.rope_parameters = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
+    assert "longest texts" not in said(max_length=100)
+
+
 @pytest.mark.parametrize("kind", ["numpy", "structure of lists", "with_transform", "images"])
 def test_formats_and_columns(tokenizer, tmp_path, kind):
     dataset = Dataset.from_list([{"messages": turns, "images": []} for turns in chat()["messages"]])

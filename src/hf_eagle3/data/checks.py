@@ -120,6 +120,29 @@ def check_positions(dataset: Dataset | IterableDataset, num_positions: int, max_
     )
 
 
+def warn_of_positions(
+    dataset: Dataset | IterableDataset, trained_length: int | None, max_length: int | None, name: str
+) -> Dataset | IterableDataset:
+    """
+    Warns of rows that are longer than the texts that the target was made for. They are cut beyond `max_length`. The stream that is
+    returned warns as that of [`report_long_rows`].
+    """
+    if trained_length is None or (max_length is not None and max_length <= trained_length):
+        return dataset
+    why = (
+        f"longer than {trained_length} tokens, the longest texts that the target was made for (`max_position_embeddings`), and its states "
+        f"beyond may be useless. Pass `max_length={trained_length}`, or less."
+    )
+    if isinstance(dataset, IterableDataset):
+        return dataset.filter(LongRows(trained_length, name, why, are_kept=True), input_columns="input_ids")
+    lengths = row_lengths(dataset)
+    if num_long := int((lengths > trained_length).sum()):
+        logger.warning(
+            f"{num_long} of {len(lengths)} rows of the {name} data (up to {lengths.max()} tokens) are {why}"
+        )
+    return dataset
+
+
 def check_prepared(dataset: Dataset | IterableDataset, vocab_size: int, name: str) -> None:
     """
     Checks rows that are trained on as they are (`skip_prepare_dataset`), except those of a stream, which are not known in advance.

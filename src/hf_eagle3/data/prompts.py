@@ -31,6 +31,20 @@ def prompt_of(document: dict[str, list[int]], image_end: int = 0) -> torch.Tenso
     return torch.as_tensor(tokens[: num_tokens or max((len(tokens) + 1) // 2, image_end)])[None]
 
 
+def trained_length(target: PreTrainedModel) -> int | None:
+    """
+    Returns how many tokens a text may have for a target with rotary positions (`max_position_embeddings`, or more with YaRN and the
+    like), or `None` if it has none, or does not say.
+    """
+    config = target.config.get_text_config(decoder=True)
+    rope, most = getattr(config, "rope_parameters", None), getattr(config, "max_position_embeddings", None)
+    if not rope or most is None:
+        return None
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    scaled = [(kind.get("factor") or 1) * (kind.get("original_max_position_embeddings") or most) for kind in kinds]
+    return int(max(most, *scaled))
+
+
 def num_positions(target: PreTrainedModel) -> int | None:
     """
     Returns the longest text that a target with a table of positions takes (GPT-2, OPT), or `None` if it has no table.

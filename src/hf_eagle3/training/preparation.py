@@ -21,11 +21,13 @@ from ..data.checks import (
     plain_rows,
     report_dropped,
     report_long_rows,
+    warn_of_positions,
 )
 from ..data.encoded import encode_rows, split_documents, taught_pieces, taught_within
 from ..data.encoding import RowEncoder
 from ..data.images import ImageReader, sees_images, without_images
 from ..data.messages import CONVERSATIONS
+from ..data.prompts import trained_length
 from ..data.rows import MASKS
 from ..data.vocabulary import count_tokens, coverage, most_frequent_tokens
 from ..remote_code.draft_model_eagle3 import DraftModel
@@ -184,8 +186,8 @@ def fit_rows(
 ) -> Dataset | IterableDataset:
     """
     Drops encoded rows, or pieces of split rows, that `max_length` would leave with a part of an image or, if they are packed, with nothing
-    to learn. Warns of these, and of rows that are cut or split. Raises `ValueError` if no row is left, or one has more tokens than the target
-    has positions.
+    to learn. Warns of these, of rows that are cut or split, and of those that are longer than the target was made for. Raises `ValueError`
+    if no row is left, or one has more tokens than the target's table has positions.
     """
     args = trainer.given_args
     # Only batches without padding keep packed documents apart, and `SFTTrainer` would pack rows as if each were one.
@@ -193,6 +195,8 @@ def fit_rows(
         dataset = split_documents(dataset, name)
     if trainer.num_positions is not None:
         check_positions(dataset, trainer.num_positions, args.max_length, name)
+    if "seq_lengths" not in get_dataset_column_names(dataset):  # whose positions begin anew within a row
+        dataset = warn_of_positions(dataset, trained_length(trainer.target_model), args.max_length, name)
     dataset = drop_cut_images(dataset, args.max_length, name)
     is_split = packing and args.packing_strategy != "bfd"
     fate = (
