@@ -392,7 +392,7 @@ def test_very_long_rows_are_reported(tokenizer, tmp_path, caplog):
 def test_a_vocabulary_of_other_data_is_refused(tokenizer, tmp_path):
     target = make_target("llama")
     draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=range(60, 90))
-    with pytest.raises(ValueError, match="30 of 96 tokens, which make up 0.0% of the supervised tokens"):
+    with pytest.raises(ValueError, match=r"30 of 96 tokens, which make up 0.0% of the \d+ supervised tokens \("):
         make_trainer(tokenizer, chat(), tmp_path, model=draft)
 
 
@@ -409,6 +409,15 @@ def test_positions_beyond_a_table(tokenizer, tmp_path):
     trainer = make(24, max_length=100)
     trainer.train()
     assert trainer.evaluate(Dataset.from_list([{"input_ids": [5, 6, 7, 8] * 8}]))["eval_acceptance_length"] >= 1
+
+
+@pytest.mark.parametrize("num_rare, share", [(0, "all"), (1, "99.9%")])
+def test_a_share_of_the_vocabulary_is_not_rounded_to_all(tokenizer, tmp_path, caplog, num_rare, share):
+    rows = {"input_ids": [[5, 6] * 1000, [5, 6, 5, *[7] * num_rare]]}
+    with caplog.at_level(logging.INFO, logger="hf_eagle3"):
+        make_trainer(tokenizer, rows, tmp_path, draft_vocab_size=2, max_length=None)
+    said = f"2 of 96 tokens, which make up {share} of the {2003 + num_rare:,} supervised tokens ({2 + num_rare} different ones)."
+    assert said in caplog.text
 
 
 @pytest.mark.parametrize("stream", [False, True])

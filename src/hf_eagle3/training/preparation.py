@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
@@ -234,9 +235,10 @@ def prepare_vocabulary(
                 f"`draft_vocab_size` is {size_from_data}, but the target has only {draft.config.draft_vocab_size} tokens."
             )
     share = coverage(counts, draft.draft_token_ids.tolist())
+    shown = "all" if share == 1 else f"{min(share, 0.999):.1%}"  # not 100.0%, which would be rounded
     message = (
-        f"Draft vocabulary: {draft.config.draft_vocab_size} of {draft.config.vocab_size} tokens, which make up {share:.1%} of the "
-        "supervised tokens."
+        f"Draft vocabulary: {draft.config.draft_vocab_size} of {draft.config.vocab_size} tokens, which make up {shown} of the "
+        f"{counts.sum():,} supervised tokens ({np.count_nonzero(counts):,} different ones)."
     )
     if share < 0.5 and size_from_data is None:
         raise ValueError(
