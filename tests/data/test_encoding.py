@@ -426,7 +426,12 @@ def test_what_cannot_be_encoded():
             {"messages": PLAIN[1:2]},
             "no assistant turn in it answers anyone",
         ),
-        (encoder("text", vocab_size=5), {"text": "abc"}, "the target's vocabulary ends at 4"),
+        (
+            encoder("text", vocab_size=5),
+            {"text": "abc"},
+            "ends at 4. It is 'a', of the tokenizer's 258 tokens. Pass the target's own tokenizer",
+        ),
+        (encoder("input_ids", vocab_size=5), {"input_ids": [7, 8, 9]}, "ends at 4. Tokenize it for this target"),
         (encoder("text", formatting_func=lambda row: [row["text"]]), {"text": "a"}, "returned list, but gets one row"),
     ):
         with pytest.raises(RowError, match=told):

@@ -74,6 +74,19 @@ def test_rows_that_a_target_cannot_answer_are_left_out(tmp_path, tokenizer):
     assert "the chat template refuses it: it leaves out messages of 'system'" in output.left_out[4]
 
 
+def test_a_tokenizer_of_another_target(tmp_path, tokenizer):
+    """Whose tokens would be looked up beyond the end of the embedding."""
+    output, target = Output(tmp_path, {}), make_target("llama", vocab_size=30)
+    rows = [{"prompt": text} for text in ("abc", "aaa")]
+    settings = {"batch_size": 2, "max_new_tokens": 2, "do_sample": False}
+    regenerate_locally(target, copy.deepcopy(tokenizer), output.pending([*rows, {"prompt": "9"}]), output, **settings)
+    assert sorted(read_answers(tmp_path)) == [0, 1]
+    assert (
+        "token 38, but the target's vocabulary ends at 29. It is '9', of the tokenizer's 96 tokens"
+        in output.left_out[2]
+    )
+
+
 def test_answers_of_a_target_are_what_it_generates(tmp_path, tokenizer):
     target = make_target("llama")
     target.generation_config.eos_token_id = [1, 2, *range(50, 60)]  # so that some answers end

@@ -41,6 +41,17 @@ def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
         return None
 
 
+def check_tokens(tokens: list[int], vocab_size: int, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Raises `RowError` if a token is not among the target's `vocab_size`. A `tokenizer` made them, or the data has them."""
+    for token in (min(tokens, default=0), max(tokens, default=0)):
+        if not 0 <= token < vocab_size:
+            advice = "Tokenize it for this target"
+            if tokenizer is not None:
+                text = tokenizer.convert_ids_to_tokens(token)
+                advice = f"It is {text!r}, of the tokenizer's {len(tokenizer)} tokens. Pass the target's own tokenizer"
+            raise RowError(f"it has token {token}, but the target's vocabulary ends at {vocab_size - 1}. {advice}")
+
+
 class RowEncoder(PromptEncoder):
     """
     Turns rows into `input_ids` and `labels`.
@@ -109,12 +120,8 @@ class RowEncoder(PromptEncoder):
             encoded |= self.encode_text(content.text or "", content.completion, content.images)
         if isinstance(self.images, ImageReader):
             encoded = {"image_text": "", "image_end": 0, "image_data": content.images} | encoded
-        tokens = encoded["input_ids"]
-        for token in (min(tokens, default=0), max(tokens, default=0)):
-            if self.vocab_size is not None and not 0 <= token < self.vocab_size:
-                raise RowError(
-                    f"it has token {token}, but the target's vocabulary ends at {self.vocab_size - 1}. Tokenize it for this target"
-                )
+        if self.vocab_size is not None:
+            check_tokens(encoded["input_ids"], self.vocab_size, None if content.tokens else self.tokenizer)
         return encoded
 
     def _read(self, row: dict[str, Any]) -> Row:

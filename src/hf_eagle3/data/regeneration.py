@@ -21,7 +21,7 @@ from ..remote_code.devices_eagle3 import CUDNN_ATTENTION
 from ..tokenizer import PromptEncoder, padded_inputs, padding_token
 from .answers import Output, bar_of_rows
 from .conversation import Conversation
-from .encoding import RowEncoder
+from .encoding import RowEncoder, check_tokens
 from .images import ImageReader
 from .messages import check_calls
 from .prompts import num_positions
@@ -77,7 +77,8 @@ def regenerate_locally(
     An earlier draft of the target makes it faster. Without a reader of images, rows with images are left out. Returns the
     number of rows with an image that could not be reached. Another run tries them again.
     """
-    tokenizer.pad_token = padding_token(tokenizer, target.config.get_text_config(decoder=True).vocab_size)
+    vocab_size = target.config.get_text_config(decoder=True).vocab_size
+    tokenizer.pad_token = padding_token(tokenizer, vocab_size)
     try:
         tokenizer = add_response_schema(tokenizer)  # separates reasoning from answers
     except ValueError:
@@ -87,6 +88,7 @@ def regenerate_locally(
         encoder=PromptEncoder(tokenizer),
         room=generation_kwargs.get("max_new_tokens", 1),
         positions=num_positions(target),
+        vocab_size=vocab_size,
         images=images,
     )
     at_once = batch_size * (BATCHES_SORTED if images is None else 1)  # images of many rows take much memory
@@ -157,11 +159,13 @@ def encode_prompt(
     room: int,
     positions: int | None,
     images: ImageReader | None = None,
+    vocab_size: int | None = None,
 ) -> dict[str, Any]:
     """
     Returns the `prompt` of the next answer and its `input_ids`; with images also `image_data` and `image_text`, see
     [`~hf_eagle3.data.RowEncoder`]. The answer may have `room` tokens. `positions` is the size of the target's table, if it has one.
-    Raises `RowError` if the prompt cannot be rendered, is empty, or is too long, or an image is missing (`UnreachableError`).
+    Raises `RowError` if the prompt cannot be rendered, is empty, is too long, or has tokens beyond the target's `vocab_size`, or an image
+    is missing (`UnreachableError`).
     """
     if conversation.images and images is None:
         raise RowError("it has images, but the target or its processor reads text only")
@@ -184,6 +188,8 @@ def encode_prompt(
         raise RowError(f"the chat template refuses it: {error or type(error).__name__}") from error
     if not tokens:
         raise RowError("its prompt has no tokens")
+    if vocab_size is not None:
+        check_tokens(tokens, vocab_size, encoder.tokenizer)
     if positions is not None and len(tokens) + room > positions:
         raise RowError(
             f"with `max_new_tokens={room}` it has {len(tokens) + room} tokens, more than the target's table of {positions} positions"
