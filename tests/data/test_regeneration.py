@@ -87,6 +87,14 @@ def test_a_tokenizer_of_another_target(tmp_path, tokenizer):
     )
 
 
+def test_answers_that_are_missing_are_asked_for(tmp_path, tokenizer):
+    """The old ones are not read."""
+    output, target = Output(tmp_path, {}), make_target("llama")
+    rows = [{"messages": [user("ab"), {"role": "assistant", "content": None}]}]
+    regenerate_locally(target, copy.deepcopy(tokenizer), output.pending(rows), output, batch_size=1, max_new_tokens=2)
+    assert sorted(read_answers(tmp_path)) == [0]
+
+
 def test_answers_of_a_target_are_what_it_generates(tmp_path, tokenizer):
     target = make_target("llama")
     target.generation_config.eos_token_id = [1, 2, *range(50, 60)]  # so that some answers end

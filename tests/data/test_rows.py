@@ -55,6 +55,7 @@ GOOD = {
         {"messages": [{"role": "user", "content": "", "value": "a"}, {**A, "value": "b"}]},
         {"messages": CHAT},
     ),
+    "no last answer": ({"messages": [*CHAT, U, {**A, "content": None}]}, {"messages": [*CHAT, U]}),
     "a structure of lists": (
         {"messages": {"role": ["user", "assistant"], "content": ["a", "b"]}},
         {"messages": CHAT},
@@ -269,6 +270,10 @@ BAD = {
     "no role": ({"messages": [{"content": "a"}]}, "message 0 of 'messages' has no role"),
     "no content": ({"messages": [{"role": "user", "content": None}]}, "message 0 of 'messages' has no content"),
     "an assistant without any": ({"messages": [U, {"role": "assistant"}]}, "message 1 of 'messages' has no content"),
+    "a missing answer in the middle": (
+        {"messages": [*CHAT, U, {"role": "assistant"}, *CHAT]},
+        "message 3 of 'messages' has no content",
+    ),
     "another content": (
         {"messages": [{"role": "user", "content": 5}]},
         "the content of message 0 of 'messages' is 5, but must be a text",

@@ -32,10 +32,11 @@ MASKED = "masked"  # torchtune's key, which is true in messages that are not to 
 DETAILS = ("train_detail", "training_detail")
 
 
-def read_messages(value: Any, name: str) -> list[dict]:
+def read_messages(value: Any, name: str, is_prompt: bool = False) -> list[dict]:
     """
     Returns messages with `role` and `content`. Also reads ShareGPT's with `from` and `value` (or `text`), and a
-    dictionary of lists. A tool call that is a message of its own joins the assistant's message before it.
+    dictionary of lists. A tool call that is a message of its own joins the assistant's message before it. A last answer without
+    content is left out, if there are earlier ones or it is a prompt.
     """
     if not is_something(value):
         kind = UnusableRow if name in CONVERSATIONS else RowError
@@ -47,7 +48,13 @@ def read_messages(value: Any, name: str) -> list[dict]:
     value = as_list(value, f"{name!r}", "of messages with role and content")
     messages: list[dict] = []
     for number, message in enumerate(value):
-        read = read_message(message, f"message {number} of {name!r}")
+        try:
+            read = read_message(message, f"message {number} of {name!r}")
+        except UnusableRow:  # the last answer is missing. Earlier ones can be learned
+            answers = [each for each in messages if is_prompt or each["role"] == "assistant"]
+            if number < len(value) - 1 or not answers:
+                raise
+            break
         speaker = message.get("role") or message.get("from")
         if is_caller(speaker) and read["role"] == "assistant" and messages and messages[-1]["role"] == "assistant":
             messages[-1] = _joined(messages[-1], read, f"message {number} of {name!r}")

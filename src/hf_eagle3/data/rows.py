@@ -257,7 +257,7 @@ def read_prompt(row: Mapping[str, Any], features: Mapping[str, Any] | None = Non
         _refuse_beside_prompt(row)
         refuse_json(row[kind], kind)
         return Row(text=row[kind], images=read_images(row))
-    messages, images = with_places(read_conversation(row, kind), read_images(row), row)
+    messages, images = with_places(read_conversation(row, kind, is_prompt=True), read_images(row), row)
     return Row(messages=messages, template_kwargs=read_template_kwargs(row), images=images)
 
 
@@ -270,9 +270,9 @@ def read_text(value: Any, name: str) -> str:
     return value
 
 
-def read_conversation(row: dict[str, Any], name: str) -> list[dict]:
+def read_conversation(row: dict[str, Any], name: str, is_prompt: bool = False) -> list[dict]:
     """Returns the messages of a row, with the system prompt from its own column, if the row has one."""
-    messages = read_messages(row.get(name), name)
+    messages = read_messages(row.get(name), name, is_prompt)
     prompts = {column: read_text(row[column], column) for column in SYSTEM if row.get(column)}
     if not prompts:
         return messages
