@@ -243,12 +243,10 @@ def load_mixture(mixture: DatasetMixtureConfig) -> DatasetDict:
     try:
         return get_dataset(mixture)
     except ValueError:
-        if mixture.streaming:
-            raise
         shares = [each.fraction for each in mixture.datasets]
         alone = [replace(mixture, datasets=[replace(each, fraction=None)]) for each in mixture.datasets]
         parts = aligned([get_dataset(each)["train"] for each in alone])
-        if parts is None or len({share is None for share in shares}) > 1:
+        if parts is None or len({share is None for share in shares}) > 1 or (mixture.streaming and None not in shares):
             raise
         if None not in shares:
             num_rows = min(len(part) / share for part, share in zip(parts, shares) if share)

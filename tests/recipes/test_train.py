@@ -452,7 +452,8 @@ def test_a_mixture(files, tmp_path, run_recipe):
     assert "dataset_name" not in record["arguments"]
 
 
-def test_a_mixture_of_messages_with_other_keys(tmp_path):
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_mixture_of_messages_with_other_keys(tmp_path, streaming):
     """As if only one of the data sets has tool calls."""
     script, call = load_script("recipes/train.py"), {"function": {"name": "f", "arguments": {"city": "Ulm"}}}
     plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -463,15 +464,19 @@ def test_a_mixture_of_messages_with_other_keys(tmp_path):
     data = [{"path": "json", "data_files": str(tmp_path / f"{name}.jsonl")} for name in ("plain", "calls")]
 
     def mixed(data):
-        mixture = DatasetMixtureConfig(datasets=[*data])
+        mixture = DatasetMixtureConfig(datasets=[*data], streaming=streaming)
         rows = script.load_data(script.TrainScriptArguments(dataset_name=None), mixture)["train"]
         return [read_row(row, "messages", rows.features) for row in rows]
 
     rows = mixed(data)
     assert [row.messages for row in rows] == [plain] * 4 + [calls] * 4
     assert [row.template_kwargs for row in rows] == [{}] * 4 + [{"tools": tools}] * 4
-    rows = mixed([{**each, "fraction": fraction} for each, fraction in zip(data, (1, 3))])
-    assert [row.messages for row in rows] == [plain] + [calls] * 4
+    shares = [{**each, "fraction": fraction} for each, fraction in zip(data, (1, 3))]
+    if streaming:
+        with pytest.raises(ValueError, match="`fraction` is not supported with streaming"):
+            mixed(shares)
+    else:
+        assert [row.messages for row in mixed(shares)] == [plain] + [calls] * 4
     with pytest.raises(ValueError, match="`fraction` must be set for either all"):
         mixed([{**data[0], "fraction": 1}, data[1]])
 

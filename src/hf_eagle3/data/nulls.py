@@ -6,7 +6,7 @@ column of type `Json`, which is stored as a text, has the `None`s of the data al
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from datasets import Dataset, Features, Json, List, Value
+from datasets import Dataset, Features, IterableDataset, Json, List, Value
 
 from .messages import CONVERSATIONS
 
@@ -46,11 +46,14 @@ def with_json(features: Features) -> Features:
     return Features({**features, **json_of})
 
 
-def aligned(parts: Sequence[Dataset]) -> list[Dataset] | None:
+def aligned(parts: Sequence[Dataset | IterableDataset]) -> list[Dataset | IterableDataset] | None:
     """
     Returns data sets that can be concatenated: columns whose dictionaries have other keys in some of them are of type `Json`. `None` if
-    there are no such columns. Columns of texts stay, because `Json` would change texts that are JSON.
+    there are no such columns, or the types of a stream are unknown. Columns of texts stay, because `Json` would change texts that are
+    JSON.
     """
+    if any(part.features is None for part in parts):
+        return None
     types = {name: [part.features[name] for part in parts if name in part.features] for name in STRUCTURED}
     with_texts = {name for name, each in types.items() if any(isinstance(one, Value) for one in each)}
     others = types.keys() - (with_texts - {*READ_FROM_JSON})
@@ -62,7 +65,6 @@ def aligned(parts: Sequence[Dataset]) -> list[Dataset] | None:
             without_added_nulls,
             fn_kwargs={"features": part.features},
             features=Features({name: json_of.get(name, feature) for name, feature in part.features.items()}),
-            desc="Aligning columns",
         )
         for part in parts
     ]
