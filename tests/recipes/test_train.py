@@ -617,6 +617,13 @@ def test_strategies_of_a_file(tmp_path):
     assert strategies == ("no", "no", "no") and arguments.bf16 is False and arguments.use_cpu is True
 
 
+def test_flags_alone():
+    """Those whose default is `None`, too."""
+    flags = ("bf16", "gradient_checkpointing", "completion_only_loss", "packing")
+    arguments = Eagle3Parser((Eagle3TrainingArguments,)).parse_args([f"--{flag}" for flag in flags])
+    assert all(getattr(arguments, flag) is True for flag in flags)
+
+
 def test_help_in_a_code_page(monkeypatch):
     """Windows writes to files and pipes in one."""
     printed = io.BytesIO()

@@ -41,6 +41,9 @@ class Eagle3Parser(TrlParser):
             action.help = argparse.SUPPRESS  # the field keeps its default
             for option in action.option_strings:
                 del self._option_string_actions[option]
+        for action in self._actions:  # a flag alone is true. TRL takes it only if its default is not `None`
+            if getattr(action.type, "__name__", None) == "string_to_bool" and action.nargs is None:
+                action.nargs, action.const = "?", True
         owners: dict[str, type] = {}
         for dataclass_type in dataclass_types:
             for cls in reversed(dataclass_type.__mro__):  # from the base class on
