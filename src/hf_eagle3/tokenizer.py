@@ -50,6 +50,10 @@ def check_is_target(name: str | Path, **kwargs: Any) -> None:
             f"{name} is an adapter of {adapter.get('base_model_name_or_path')}, not a whole model. Merge it into that model "
             "(`merge_and_unload` of peft), save the result with its tokenizer, and pass that as the target."
         )
+    if not content and (models := sorted(path.parent.name for path in Path(name).glob("*/config.json"))):
+        raise ValueError(
+            f"{name} has no config.json, but some of its folders have one: {models[:5]}. Pass one of them."
+        )
 
 
 def load_tokenizer(name: str | Path, **kwargs: Any) -> PreTrainedTokenizerBase:

@@ -711,6 +711,8 @@ def test_what_fails_before_the_work(files, tmp_path, run_recipe):
     result = run_recipe("train.py", *arguments, "--model_name_or_path", tmp_path / "adapter")
     assert result.returncode == 1
     assert "adapter is an adapter of me/base, not a whole model. Merge it" in result.stderr
+    result = run_recipe("train.py", *arguments, "--model_name_or_path", tmp_path)
+    assert result.returncode == 1 and "some of its folders have one: ['draft', 'target']. Pass one" in result.stderr
     (tmp_path / "file").touch()
     result = run_recipe("train.py", *arguments, "--output_dir", tmp_path / "file" / "out")
     assert result.returncode == 1
