@@ -154,6 +154,15 @@ def test_bfloat16_on_processors(tmp_path, monkeypatch, has_bfloat16):
     assert ("bf16" in non_defaults(arguments)) and "bf16" not in non_defaults(arguments, {"bf16": True})
 
 
+@pytest.mark.parametrize("asked", [{}, {"bf16": True}, {"bf16": False, "bf16_full_eval": True}])
+def test_without_a_gpu(tmp_path, monkeypatch, asked):
+    """transformers' error would ask for a setup of bf16."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="torch sees no GPU here. To train on the CPU, pass `use_cpu=True`"):
+        Eagle3TrainingArguments(str(tmp_path), **asked)
+    Eagle3TrainingArguments(str(tmp_path), bf16=False)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_target_in_bfloat16_on_a_processor_without_it(tmp_path, monkeypatch, tokenizer, caplog, dtype):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)

@@ -202,6 +202,12 @@ class Eagle3TrainingArguments(SFTConfig):
         if (said := str(self.resume_from_checkpoint).lower()) in ("true", "false"):  # the command line gives a text
             self.resume_from_checkpoint: Any = said == "true"
         self._check_numbers()
+        asks_for_bf16 = self.bf16_full_eval or self.bf16 or (self.bf16 is None and not self.fp16)  # TRL's default
+        if asks_for_bf16 and not self.use_cpu and not torch.accelerator.is_available():
+            raise ValueError(
+                "torch sees no GPU here. To train on the CPU, pass `use_cpu=True` (`--use_cpu`). If there is a GPU, its driver or a torch "
+                "with support for it is missing."
+            )
         has_default = self.accelerator_config is None
         super().__post_init__()
         if has_default and not isinstance(self.accelerator_config, str | dict | None):
