@@ -72,14 +72,14 @@ from hf_eagle3.evaluation.tasks import OFFLINE, expand, task_name
 from hf_eagle3.files import write_atomically
 from hf_eagle3.remote_code.configuration_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
 from hf_eagle3.remote_code.loading_eagle3 import weights_digest
-from hf_eagle3.tokenizer import load_tokenizer, read_template
+from hf_eagle3.tokenizer import load_tokenizer, padded_inputs, read_template
 from hf_eagle3.training.models import load_processing_class
 
 
 # Rows of experiments/paper_table.py. As drafts of their own, these run as `eagle3`.
 PAPER_ROWS = ("p-eagle", "eagle3-classic")
 # Arguments that do not change a measurement.
-NOT_MEASURED = ("json", "plots", "markdown", "compare", "profile", "trust_remote_code")
+NOT_MEASURED = ("json", "plots", "markdown", "compare", "profile", "show_text", "trust_remote_code")
 
 
 def parse_arguments():
@@ -148,6 +148,7 @@ def parse_arguments():
     parser.add_argument("--markdown", metavar="FILE", help="Where to save the table")
     parser.add_argument("--compare", nargs=2, metavar=("BEFORE", "AFTER"), help="Only compare two files of results")
     parser.add_argument("--profile", action="store_true", help="Also time the parts of a step, at each temperature")
+    parser.add_argument("--show_text", action="store_true", help="Also print the text after the first prompt, at T=0")
     args = parser.parse_args()
     if not isinstance(args.chat_template_kwargs, dict | None):
         parser.error(f"--chat_template_kwargs is {args.chat_template_kwargs}, but must be a JSON object")
@@ -155,8 +156,8 @@ def parse_arguments():
         parser.error("--target is missing")
     if args.draft is None and (drafted := {*OURS, *OTHER_DRAFTS}.intersection(args.methods or ())):
         parser.error(f"--methods has {sorted(drafted)}: pass --draft")
-    if args.profile and args.draft is None:
-        parser.error("--profile shows the steps of a draft: pass --draft")
+    if (args.profile or args.show_text) and args.draft is None:
+        parser.error("--profile and --show_text are about a draft: pass --draft")
     if args.compile and args.cache_implementation != "static":
         parser.error("--compile needs --cache_implementation static")
     expand(args.tasks)  # before anything is loaded
@@ -341,6 +342,23 @@ def print_profiles(args, target, draft, task: str, prompts: list, sampling: dict
         print(format_profile(profile_steps(target, draft, prompts, args.max_new_tokens, temperature, **mode)))
 
 
+def print_text(args, target, tokenizer, draft, prompt, images) -> None:
+    """Prints what the target writes after a prompt, with the draft and without it."""
+    inputs = padded_inputs(target, tokenizer, [prompt], images)
+    call = {"max_new_tokens": args.max_new_tokens, "pad_token_id": tokenizer.pad_token_id, **call_arguments(args)}
+    call |= {"do_sample": False, "return_dict_in_generate": False}
+    drafted, plain = (target.generate(**inputs, **call, assistant_model=each)[0] for each in (draft, None))
+    length = inputs["input_ids"].shape[1]
+    shown, text, other = (
+        tokenizer.decode(tokens, skip_special_tokens=True)
+        for tokens in (plain[:length], drafted[length:], plain[length:])
+    )
+    print(f"\nThe first prompt:\n\n{shown}\n\nWhat follows at T=0 with the draft:\n\n{text}\n")
+    print(
+        "Without the draft the target writes the same." if drafted.equal(plain) else f"Without the draft:\n\n{other}"
+    )
+
+
 def main():
     args = parse_arguments()
     if args.compare:
@@ -401,6 +419,8 @@ def main():
         print(f"Wrote {args.markdown}")
     if args.plots:
         print(f"Wrote {', '.join(map(str, plot_all(results, args.plots)))}")
+    if args.show_text:
+        print_text(args, target, tokenizer, draft, next(iter(tasks.values()))[0], images)
     if args.profile:
         print_profiles(args, target, draft, *next(iter(tasks.items())), sampling)
 

@@ -340,7 +340,7 @@ def compare_in_fresh_process(
     command = [sys.executable, str(Path(__file__).with_name("benchmark.py"))]
     command += ["--target", target_name, "--draft", str(draft_dir), "--prompts", prompts]
     command += ["--dtype", dtype, "--max_new_tokens", str(max_new_tokens), "--repeats", str(args.repeats)]
-    command += ["--json", str(results), "--plots", str(output_dir / "plots")]
+    command += ["--json", str(results), "--plots", str(output_dir / "plots"), "--show_text"]
     if (code := subprocess.run(command).returncode) != 0:
         raise SystemExit(
             f"The comparison ended with exit code {code}. To compare again, run this script again, or {command_line(command)}"

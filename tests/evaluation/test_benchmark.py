@@ -54,7 +54,7 @@ def test_benchmark_recipe(tmp_path, tokenizer, run_recipe):
     arguments += ["--prompts", tmp_path / "prompts.jsonl", "gsm8k", "--json", results_file, "--tree_depth", 3]
     arguments += ["--assistant", tmp_path / "target", "--repeats", 2]
     arguments += ["--methods", "plain", "prompt-lookup", "assistant", "mtp", "eagle3-chain", "eagle3"]
-    extra = ["--plots", tmp_path / "plots", "--profile", "--markdown", tmp_path / "table.md"]
+    extra = ["--plots", tmp_path / "plots", "--profile", "--show_text", "--markdown", tmp_path / "table.md"]
     result = run_recipe("benchmark.py", *arguments, *extra)
     assert result.returncode == 0, result.stderr[-3000:]
     # What cannot be had is said, and the rest goes on.
@@ -80,6 +80,8 @@ def test_benchmark_recipe(tmp_path, tokenizer, run_recipe):
     assert rows[0.0, "assistant"].num_identical == 2 and rows[0.0, "assistant"].acceptance_length > 1.5
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"speedup.png", "acceptance.png"}
     assert "| 0 | eagle3 |" in (tmp_path / "table.md").read_text() and "| verify |" in result.stdout
+    assert "The first prompt:\n\nwhat is 3\n\nWhat follows at T=0 with the draft:" in result.stdout
+    assert "Without the draft the target writes the same." in result.stdout
 
     # Interrupted in the last repeat, it goes on with what is missing.
     lines = results_file.read_text().splitlines()

@@ -34,7 +34,8 @@ def test_from_nothing_to_a_table_and_again(tmp_path, run_recipe, monkeypatch):
     """Barely trained, but everything that `make quickstart` does; the text must be identical however bad the draft."""
     documents, held_out = tasks.standard_library()
     monkeypatch.setattr(tasks, "standard_library", lambda number: (documents[:100], held_out[:4]))
-    monkeypatch.setattr(subprocess, "run", lambda command: run_forked(*command[1:]))
+    compared = []
+    monkeypatch.setattr(subprocess, "run", lambda command: compared.append(run_forked(*command[1:])) or compared[0])
     # In bfloat16 a tree and a single token round differently, and a target that knows nothing is full of near ties.
     arguments = ["--output_dir", tmp_path, "--target_minutes", "0.01", "--no-bf16", *FAST]
     first = run_recipe("quickstart.py", *arguments)
@@ -46,7 +47,7 @@ def test_from_nothing_to_a_table_and_again(tmp_path, run_recipe, monkeypatch):
     # Whose figures these are, and how it was trained: what a card is made of.
     training = json.loads((tmp_path / "draft" / "training.json").read_text())
     assert training["draft_weights"] == results.run["draft_weights"] and training["steps"] > 0
-    assert "Training a draft" in first.stdout
+    assert "Training a draft" in first.stdout and "Without the draft the target writes the same." in compared[0].stdout
 
     # What comes before the comparison, once more.
     monkeypatch.setattr(subprocess, "run", lambda command: subprocess.CompletedProcess(command, 0))

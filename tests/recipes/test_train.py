@@ -123,7 +123,9 @@ def whole_run(evaluated_run):
 
 def test_the_draft_that_comes_out(files, evaluated_run, whole_run):
     # Whoever trains sees what the draft will never propose.
-    assert re.search(r"Draft vocabulary: 32 of \d+ tokens, which make up all of the [\d,]+ super", evaluated_run.stderr)
+    assert re.search(
+        r"Draft vocabulary: 32 of \d+ tokens, which make up all of the [\d,]+ super", evaluated_run.stderr
+    )
     # The unroll grows: that is no reason for the loss to rise.
     assert losses(evaluated_run, "ttt_steps") == [1, 2, 4, 6] and whole_run[-1] < whole_run[0]
     assert "recipes/benchmark.py --target" in evaluated_run.stdout and "acceptance_rate" not in evaluated_run.stdout
