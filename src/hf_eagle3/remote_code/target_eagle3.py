@@ -102,6 +102,8 @@ def check_target(target: PreTrainedModel) -> None:
     prepare = types.MethodType(type(target).prepare_inputs_for_generation, target)
     adapted = (module for module in target.modules() if not getattr(module, "disable_adapters", False))
     hooks = (hook for module in adapted for hook in module._forward_pre_hooks.values())
+    updates = [each.update for each in vars(cache_utils).values() if is_cache(each)]
+    replaced = {module_of(update) for update in updates if not is_of(update, HARMLESS)}
     refuse(
         {
             # Other tokens of a tree would change what it predicts.
@@ -118,12 +120,10 @@ def check_target(target: PreTrainedModel) -> None:
                 target.config.model_type == "git" and not CAN_SELECT_HIDDEN_STATES
             ),
             f"{name} hears a piece of the sound with each token": target.config.model_type == "voxtral_realtime",
-            f"{name} has a `_sample` of its own, or somebody replaced transformers', so its text may be another one": (
-                not is_of(target._sample, HARMLESS)
-            ),
-            "somebody replaced `update` of transformers' caches, which may now store what cannot be rolled back": (
-                not all(is_of(each.update, HARMLESS) for each in vars(cache_utils).values() if is_cache(each))
-            ),
+            f"{name} has a `_sample` of its own, or somebody replaced transformers' (it is of `{module_of(target._sample)}`), so its text may "
+            "be another one": not is_of(target._sample, HARMLESS),
+            f"somebody ({', '.join(sorted(replaced))}) replaced `update` of transformers' caches, which may now store what cannot be "
+            "rolled back": bool(replaced),
             # It may count its calls, and a step that writes several tokens makes one.
             f"{name} has an `_update_model_kwargs_for_generation` of its own, which may depend on single tokens": (
                 not is_of(target._update_model_kwargs_for_generation, HARMLESS)
@@ -320,12 +320,16 @@ def has_own_code(target: PreTrainedModel) -> bool:
 def is_of(code: Any, libraries: tuple[str, ...]) -> bool:
     """Whether a class or a function, and what it wraps, is of these libraries. `functools.wraps` copies `__module__`."""
     wrapped = getattr(code, "__wrapped__", None)
+    return module_of(code).startswith(libraries) and (wrapped is None or is_of(wrapped, libraries))
+
+
+def module_of(code: Any) -> str:
+    """Returns the name of the module that a class or a function is of."""
     while isinstance(code, functools.partial):  # as accelerate's hooks
         code = code.func
     if not hasattr(code, "__globals__") and not isinstance(code, (type, types.BuiltinFunctionType)):
         code = type(code)  # an object that can be called
-    module = getattr(code, "__globals__", {}).get("__name__") or getattr(code, "__module__", None) or ""
-    return module.startswith(libraries) and (wrapped is None or is_of(wrapped, libraries))
+    return getattr(code, "__globals__", {}).get("__name__") or getattr(code, "__module__", None) or ""
 
 
 def position_limits(config: PreTrainedConfig) -> list[tuple[str, int]]:
