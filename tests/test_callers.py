@@ -902,10 +902,12 @@ def test_a_draft_that_is_never_used_is_told(case, target, draft, tmp_path, warne
         code = "def generate(model, input_ids=None, assistant_model=None, **kwargs):\n    return input_ids\n"
         (tmp_path / "custom_generate" / "generate.py").write_text(code)
         settings["custom_generate"] = str(tmp_path)
+    target.generate(make_prompt(9), assistant_model=draft, max_new_tokens=4)
     if case == "replaced":
         monkeypatch.setattr(type(target), "_assisted_decoding", greedy_search, raising=False)
     target.generate(make_prompt(9), **settings)
     (message,) = warned
+    assert draft.last_generation is None  # not what the call before did
     assert "`generate` did not use its `assistant_model`, Eagle3ForSpeculation" in message
 
 

@@ -92,7 +92,7 @@ class AssistantMixin:
 
     @property
     def last_generation(self) -> Eagle3GenerationStats | None:
-        """Statistics of this thread's last `generate` with this assistant, or of any thread's if this one made none."""
+        """Statistics of this thread's last `generate` with this assistant, `None` if it was not used. Without one, of any thread's."""
         return _IN_THREAD.stats.get(self) or _IN_ANY_THREAD.get(self)
 
 
@@ -241,6 +241,8 @@ def generate_with_assistant(generate: Callable, target: Any, /, *args: Any, **kw
         logger.warning(
             f"`{generate.__name__}` did not use its `assistant_model`, {type(assistant).__name__}. Continuous batching, beam "
             "search, `penalty_alpha`, most `custom_generate`, and an `_assisted_decoding` that is not transformers' own do not "
+        for stats in (_IN_THREAD.stats, _IN_ANY_THREAD):  # of an earlier call
+            stats.pop(assistant, None)
             "take it. Change that to decode faster, or leave out the assistant."
         )
     return output
