@@ -89,7 +89,7 @@ def assist(target: PreTrainedModel, draft: "AssistantMixin") -> Iterator[None]:
     if not hasattr(draft, "validate_target"):
         raise TypeError(
             f"`assist(target, draft)` takes a draft that is loaded, not {type(draft).__name__}. Load it with "
-            "`Eagle3ForSpeculation.from_pretrained`, or `AutoModel.from_pretrained(..., trust_remote_code=True)`."
+            "`Eagle3ForSpeculation.from_pretrained`."
         )
     model: Any = getattr(target, "_orig_mod", target)  # unwraps `torch.compile`
     model = model.get_base_model() if hasattr(model, "get_base_model") else model

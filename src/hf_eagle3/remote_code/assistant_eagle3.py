@@ -131,7 +131,10 @@ NOT_SYNCED = (
     "`generate` keeps processes that share the target in step (`synced_gpus`), which a draft does not. If all of them generate from the "
     "same prompts, pass `synced_gpus=False`."
 )
-NAME_OF_DRAFT = "`assistant_model` is the name {0!r}, not a draft. Load it with AutoModel.from_pretrained({0!r}, trust_remote_code=True)."
+NAME_OF_DRAFT = (
+    "`assistant_model` is the name {0!r}, not a draft. Load it: hf_eagle3.Eagle3ForSpeculation.from_pretrained({0!r}), or without hf-eagle3 "
+    "AutoModel.from_pretrained({0!r}, trust_remote_code=True)."
+)
 
 
 def install_generation_hook() -> None:
@@ -238,11 +241,11 @@ def generate_with_assistant(generate: Callable, target: Any, /, *args: Any, **kw
     before = assistant.last_generation
     output = generate(target, *args, **kwargs)
     if assistant.last_generation is before:
+        for stats in (_IN_THREAD.stats, _IN_ANY_THREAD):  # of an earlier call
+            stats.pop(assistant, None)
         logger.warning(
             f"`{generate.__name__}` did not use its `assistant_model`, {type(assistant).__name__}. Continuous batching, beam "
             "search, `penalty_alpha`, most `custom_generate`, and an `_assisted_decoding` that is not transformers' own do not "
-        for stats in (_IN_THREAD.stats, _IN_ANY_THREAD):  # of an earlier call
-            stats.pop(assistant, None)
             "take it. Change that to decode faster, or leave out the assistant."
         )
     return output
