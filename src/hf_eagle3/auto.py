@@ -172,7 +172,8 @@ def parts_of_model(config: PreTrainedConfig | None) -> list[set[str]]:
     with torch.device("meta"):
         model = AutoModel.from_config(copy.deepcopy(config), trust_remote_code=False)
     weights = dict(model.named_parameters())
-    names = (weights, revert_weight_conversion(model, weights))
+    within = {f"{model.base_model_prefix}.{name}": weight for name, weight in weights.items()}  # a model with a head
+    names = (weights, revert_weight_conversion(model, weights), revert_weight_conversion(model, within))
     return [{name.split(".")[-2] for name in each if "." in name} for each in names]
 
 

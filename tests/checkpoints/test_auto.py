@@ -10,7 +10,15 @@ from conftest import assert_same_text, make_baseline, make_draft, make_prompt, m
 from huggingface_hub import HfApi
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaModel,
+)
 
 from hf_eagle3 import Eagle3Config, Eagle3ForSpeculation
 from hf_eagle3.baselines import DFlashConfig, DFlashForSpeculation
@@ -184,6 +192,16 @@ def test_a_whole_model_may_be_called_a_draft(tmp_path, model_type):
     content = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**content, "architectures": ["TinyEagleModel"]}))
     assert type(AutoModel.from_pretrained(tmp_path)) is type(model)
+
+
+@pytest.mark.skipif("bailing_hybrid" not in CONFIG_MAPPING, reason="older transformers")
+def test_a_whole_model_whose_embedding_has_another_name(tmp_path):
+    """In checkpoints of models with a head: transformers renames it with the name of the base model before it."""
+    target = make_target("bailing_hybrid")
+    target.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**content, "architectures": ["TinyDraftForCausalLM"]}))
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is type(target)
 
 
 def test_names_of_whole_models_that_are_called_drafts(tmp_path, target):
