@@ -160,10 +160,11 @@ def test_sglang(tmp_path, target, names):
     tensors["midlayer.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
     eagle_config = {"eagle_aux_hidden_state_layer_ids": [1, 3, 4], "use_aux_hidden_state": True}
     config = sglang(reference, head_dim=4, fc_norm=True, norm_output=True, eagle_config=eagle_config)
-    draft, info = Eagle3ForSpeculation.from_pretrained(
-        write(tmp_path / "d", config, tensors), output_loading_info=True
-    )
+    folder = write(tmp_path / "d", config, tensors)
+    draft, info = Eagle3ForSpeculation.from_pretrained(folder, output_loading_info=True)
     assert info["format"] == "sglang" and info["ignored"] == ["midlayer.self_attn.rotary_emb.inv_freq"]
+    assert "load a draft of it with `norm_output=False`" in info["assumed"]["norm_output"]
+    assert not Eagle3ForSpeculation.from_pretrained(folder, norm_output=False).config.norm_output
     # Outputs of layers 1, 3 and 4 enter layers 2, 4 and 5.
     assert draft.config.eagle_aux_hidden_state_layer_ids == [2, 4, 5]
     assert_same(draft, reference, target)
@@ -342,6 +343,8 @@ def test_what_sglang_checks_of_what_we_export(tmp_path, target):
     }
     assert tensors.keys() == layer | others
     assert tensors["d2t"].dtype == torch.int64
+    _, info = Eagle3ForSpeculation.from_pretrained(tmp_path / "other", output_loading_info=True)
+    assert "norm_output" not in info["assumed"]  # ours were trained as they say
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from ..config_checks import OPTIONAL_SIZES, check_sizes
 from ..file_checks import check_dtypes
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from .keys import (
+    EXACT_IDS,
     EXPECTED,
     LAYER_KEYS,
     REQUIRED_KEYS,
@@ -63,9 +64,11 @@ def read(config: dict, tensors: dict[str, torch.Tensor]) -> tuple[Eagle3Config, 
     held = {"norm_before_fc": "input_norm.weight" in ours, "fc_norm": "fc_norm.0.weight" in ours}
     norms = {"norm_before_residual": False, "norm_output": False, **held}
     assumed |= {flag: norm for flag, norm in norms.items() if flags[flag] is None}
-    if flags["norm_output"] and not flags["fc_norm"]:
+    if flags["norm_output"] and EXACT_IDS not in config:  # not our own export
+        # Also with `fc_norm`. Corrected in https://github.com/sgl-project/SpecForge/pull/879, which the file does not show.
         assumed["norm_output"] = (
-            "true, as SGLang reads it, but SpecForge has exported it for drafts trained without it"
+            "true, as engines read it. But until September 2026 SpecForge trained such drafts without it. If few tokens are accepted, "
+            "load a draft of it with `norm_output=False`"
         )
     ids, counts_inputs = layer_ids_of(config, flags)
     if ids is None:
