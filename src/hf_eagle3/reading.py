@@ -126,6 +126,9 @@ def read_and_mend(
     unexpected tensors, which leaves here without what was mended. `content` is that of the `config.json` of the folder or Hub id
     `source`, or `None` if there is none.
     """
+    method, auto_map = ((content or {}).get(name) for name in ("speculators_model_type", "auto_map"))
+    is_ours = content is not None and ("weights_digest" in content or "_eagle3.Eagle3Config" in str(auto_map))
+    is_of_speculators = method in ("eagle3", "peagle") and not is_ours
     with without_load_report():
         draft, info = read(**kwargs)
         names = our_names(info["unexpected_keys"])
@@ -133,7 +136,8 @@ def read_and_mend(
         has_table = "embed_tokens.weight" in names.values()
         wanted = info["missing_keys"] | {"embed_tokens.weight"}
         renamed = {f"^{re.escape(name)}$": new for name, new in names.items() if name != new and new in wanted}
-        if has_table or renamed:
+        is_changed = is_of_speculators and rotate_whole_heads(draft, source)
+        if has_table or renamed or is_changed:
             draft.config.has_own_embed_tokens |= has_table
             # transformers would take the caller's, which it has put there, for that of quantized weights.
             draft.config.__dict__.pop("quantization_config", None)
@@ -150,13 +154,12 @@ def read_and_mend(
     if content is None:
         return draft, info
     check_num_states(draft, info, source)
-    is_ours = "weights_digest" in content or "_eagle3.Eagle3Config" in str(content.get("auto_map"))
     if not is_ours:
         info["unexpected_keys"].difference_update(OF_TARGET)
         sort_tokens(draft, info)
         check_order(draft, source)
     mend_mapping(draft, info, source, variant=kwargs.get("variant"), **hub_kwargs)
-    if not is_ours and content.get("speculators_model_type") in ("eagle3", "peagle"):
+    if is_of_speculators:
         check_layer_ids(draft)
         name, flag = "norm_before_residual", draft.config.norm_before_residual
         if content.get(name) is None and not flag and name not in kwargs:
@@ -165,6 +168,21 @@ def read_and_mend(
                 f"true. If few tokens are accepted, load it with `{name}=True`."
             )
     return draft, info
+
+
+def rotate_whole_heads(draft: "DraftModel", source: str) -> bool:
+    """
+    Lets a draft that `speculators` trained rotate whole heads, whatever part its target rotates. Returns whether that changes it.
+    `speculators` copied the key, but transformers' layers, with which it trains, heed it only in scaled rotary embeddings.
+    """
+    rope = draft.config.transformer_layer_config.rope_parameters
+    if rope["rope_type"] != "default" or (factor := rope.pop("partial_rotary_factor", None) or 1) == 1:
+        return False
+    logger.warning_once(
+        f"The config.json of {source} has a `partial_rotary_factor` of {factor}. We rotate whole heads, because speculators trained them "
+        "so, but vLLM rotates that part. Before you serve this draft, save it again: that removes the key."
+    )
+    return True
 
 
 def fields_among(kwargs: dict[str, Any], config: Any) -> set[str]:

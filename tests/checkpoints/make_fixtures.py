@@ -38,6 +38,12 @@ VARIANTS = {
         {"layer_types": ["sliding_attention"], "use_sliding_window": True, "sliding_window": 4},
         {},
     ),
+    # Of a target that rotates a part of each head. The draft's layers rotate whole ones.
+    "part_of_head": (
+        "llama",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        {},
+    ),
     "full_vocabulary": ("llama", {}, {"draft_vocab_size": VOCAB_SIZE}),
 }
 

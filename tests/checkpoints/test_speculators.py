@@ -308,6 +308,24 @@ def test_what_its_trainer_copies_of_the_target(tmp_path, copied):
     assert not copied.keys() & exported["rope_parameters"].keys() - {"partial_rotary_factor", "type"}
 
 
+def test_heads_rotate_as_they_were_trained(tmp_path, said):
+    """Its trainer copies the key for a part of each head. Only its scaled embeddings heed it, and our own drafts."""
+    folder = copy_of(tmp_path / "draft", "part_of_head")
+    draft = AutoModel.from_pretrained(folder)
+    assert len(said) == 1 and "has a `partial_rotary_factor` of 0.5. We rotate whole heads" in said[0]
+    draft.save_pretrained(tmp_path / "again")
+    assert_same_logits(tmp_path / "again", load_file(FIXTURES / "part_of_head" / "expected.safetensors"))
+    assert "partial_rotary_factor" not in (tmp_path / "again" / "config.json").read_text()
+    draft.config.transformer_layer_config.rope_parameters["partial_rotary_factor"] = 0.5
+    Eagle3ForSpeculation(draft.config).save_pretrained(tmp_path / "ours")
+    config = json.loads((folder / "config.json").read_text())
+    config["transformer_layer_config"]["rope_parameters"] |= {"rope_type": "linear", "factor": 2.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    for place in (tmp_path / "ours", folder):
+        loaded = Eagle3ForSpeculation.from_pretrained(place).config.transformer_layer_config
+        assert loaded.rope_parameters["partial_rotary_factor"] == 0.5
+
+
 def test_parallel_drafts_of_an_older_version(tmp_path):
     """Version 0.6.0 wrote how a draft was trained into its config.json."""
     reference = Eagle3ForSpeculation.from_target(make_target("llama"), mask_token_id=5)
