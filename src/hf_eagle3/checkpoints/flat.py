@@ -70,6 +70,11 @@ def read(config: dict, tensors: dict[str, torch.Tensor]) -> tuple[Eagle3Config, 
             "true, as engines read it. But until September 2026 SpecForge trained such drafts without it. If few tokens are accepted, "
             "load a draft of it with `norm_output=False`"
         )
+    if (rope.get("partial_rotary_factor") or 1) != 1:
+        assumed["partial_rotary_factor"] = (
+            "that part of each head rotates, as in vLLM. SpecForge, Model-Optimizer and others train whole heads even so. If few tokens are "
+            "accepted, remove the key"
+        )
     ids, counts_inputs = layer_ids_of(config, flags)
     if ids is None:
         assumed["eagle_aux_hidden_state_layer_ids"] = "[2, L // 2, L - 3] of the target's L layers"
