@@ -320,7 +320,8 @@ def test_copies_of_the_target_s_configuration(tmp_path, target, reference, famil
     """NeMo Automodel writes such, whose layers are Llama's whatever the target."""
     config = sglang(reference, architectures=["LlamaEagle3DraftModel"], draft_num_hidden_layers=1)
     copied = {**AutoConfig.for_model(family).to_dict(), **config, "model_type": family, "num_hidden_layers": 36}
-    copied |= {"head_dim": 8, "rope_parameters": None, "initial_context_length": 4096}
+    copied |= {"head_dim": 8, "rope_parameters": None, "initial_context_length": 4096, "sliding_window": 4}
+    copied["allow_global_per_layer_attribute_access"] = True  # for Gemma 4
     assert_same(load(tmp_path / "copied", copied, midlayer(reference)), reference, target)
     if family in ("gemma4_text", "gpt_oss"):
         copied["architectures"] = ["OtherEagle3DraftModel"]

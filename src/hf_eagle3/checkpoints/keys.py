@@ -66,6 +66,7 @@ EXACT_IDS = "eagle_aux_hidden_state_input_ids"
 # Keys that do not change what a draft computes, or that are checked elsewhere.
 NEUTRAL_KEYS = {
     *(NEUTRAL_LAYER_KEYS - {*LAYER_KEYS, "layer_types"}),
+    "allow_global_per_layer_attribute_access",  # about the Python object; NeMo Automodel writes it for Gemma 4
     "attention_head_dim",
     "cla_share_factor",
     "decoder_sparse_step",
@@ -184,6 +185,8 @@ def windows_of(config: dict, num_layers: int) -> dict:
     layer_types, is_on = config.get("layer_types") or [], config.get("use_sliding_window")
     if len(layer_types) > num_layers or (window and longest and window >= longest):
         return {}
+    if not layer_types and "LlamaEagle3DraftModel" in (config.get("architectures") or []):
+        return {}  # NeMo Automodel copies the target's window, and trains without it
     if not {*layer_types} <= {"full_attention"}:
         if is_on is False or len(layer_types) < num_layers:
             reason = "`use_sliding_window` is false" if is_on is False else f"there are {num_layers} layers"
