@@ -777,6 +777,25 @@ def test_keys_of_training_and_of_the_target(tmp_path):
     assert type(AutoModel.from_pretrained(write_checkpoint(tmp_path, config))) is DFlashForSpeculation
 
 
+def test_nemo_automodel_s_copy_of_qwen3_5(tmp_path):
+    """Its layers are Qwen3's, and rotate whole heads. Only `architectures` says so."""
+    expected = AutoModel.from_pretrained(write_checkpoint(tmp_path / "qwen3", ZLAB_CONFIG))
+    config = {**AutoConfig.for_model("qwen3_5_moe_text").to_dict(), **ZLAB_CONFIG, "partial_rotary_factor": 0.25}
+    config |= {"attn_output_gate": True, "mtp_num_hidden_layers": 1, "mamba_ssm_dtype": "float32", "is_causal": False}
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    config["rope_parameters"] |= {"mrope_section": [1, 1, 2], "mrope_interleaved": True}
+    assert_refused(write_checkpoint(tmp_path / "other", config), "attn_output_gate.*linear_conv_kernel_dim")
+    config["architectures"] = ["Qwen3DFlashDraftModel"]
+    for causal in (None, True):  # DFlash and JetSpec
+        config["dflash_config"] = {**ZLAB_CONFIG["dflash_config"], "causal": causal}
+        draft = AutoModel.from_pretrained(write_checkpoint(tmp_path / "draft", config))
+        assert draft.config.is_causal is bool(causal)
+        assert draft.rotary_emb.inv_freq.equal(expected.rotary_emb.inv_freq)
+        assert all(tensor.equal(expected.state_dict()[name]) for name, tensor in draft.state_dict().items())
+        draft.save_pretrained(tmp_path / "saved")
+        assert "partial_rotary_factor" not in (tmp_path / "saved" / "config.json").read_text()
+
+
 def test_names_of_torchspec(tmp_path):
     folder = write_checkpoint(tmp_path, ZLAB_CONFIG)
     expected, tensors = AutoModel.from_pretrained(folder).state_dict(), load_file(folder / "model.safetensors")

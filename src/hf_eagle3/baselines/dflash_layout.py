@@ -127,10 +127,13 @@ def nested_form(content: dict[str, Any]) -> dict[str, Any]:
         dflash |= content.get(key) or {}
     if content.get("aux_hidden_states_layer_ids") == dflash.get("target_layer_ids"):  # AngelSlim repeats them
         content = {key: value for key, value in content.items() if key != "aux_hidden_states_layer_ids"}
+    if is_automodel := content.get("architectures") == ["Qwen3DFlashDraftModel"]:
+        content = of_automodel(content, dflash)
     known = {*DFLASH_KEYS, *LAYER_KEYS, *TOKEN_KEYS, *OUR_KEYS, *NAMING_KEYS, *NEUTRAL_LAYER_KEYS}
     # The target's configuration may have become the draft's, with its experts. If it says so, there may be more that is about the target.
     known |= {*PreTrainedConfig().to_dict(), *Qwen3MoeConfig().to_dict(), *Qwen3MoeConfig.attribute_map, ORIGINAL}
-    unknown = {key for key in unknown_keys(without_defaults(content), known) if is_qwen3 or not is_neutral(key)}
+    is_draft_s = is_qwen3 and not is_automodel
+    unknown = {key for key in unknown_keys(without_defaults(content), known) if is_draft_s or not is_neutral(key)}
     unknown |= {*unknown_keys(without_defaults(dflash), DFLASH_KEYS), *changed_defaults(content)} - {*CAUSAL_KEYS}
     if unknown := unknown - {"partial_rotary_factor"}:  # that is checked later
         raise ValueError(
@@ -202,6 +205,19 @@ def nested_form(content: dict[str, Any]) -> dict[str, Any]:
         **fields,
         **{key: placed[key] for key in others if placed.get(key) is not None},
     }
+
+
+def of_automodel(content: dict[str, Any], dflash: dict[str, Any]) -> dict[str, Any]:
+    """
+    Returns a configuration of NeMo Automodel without what it copied from a target like Qwen3.5, and its Qwen3 layers do not read. They
+    rotate whole heads. Its JetSpec drafts are causal by `dflash_config`, whatever stands beside it.
+    """
+    ignored = {"attn_output_gate", "mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}
+    ignored |= {"partial_rotary_factor", *(("is_causal",) if dflash.get("causal") is not None else ())}
+    kept = {key: value for key, value in content.items() if key not in ignored}
+    if isinstance(rope := kept.get("rope_parameters"), dict):
+        kept["rope_parameters"] = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
+    return kept
 
 
 def default_layer_ids(content: dict[str, Any]) -> list[int] | None:
