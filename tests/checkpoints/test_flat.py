@@ -340,6 +340,19 @@ def test_other_names_of_what_is_missing(tmp_path, reference, model_type, key, na
         load(tmp_path / "missing", {**config, key: None}, midlayer(reference))
 
 
+def test_the_rotary_base_of_angelslim(tmp_path, reference):
+    names = {"architectures": ["Eagle3LlamaForCausalLM"], "model_type": "llama", "rope_theta": 1e6}
+    mrope = {"type": "default", "mrope_interleaved": True, "mrope_section": [1, 1, 2]}
+    for folder, changes, is_ignored in (
+        ("text", {}, True),
+        ("mrope", {"rope_scaling": mrope}, False),
+        ("same", {"rope_theta": 1e4}, False),
+    ):
+        config = {**sglang(reference), **names, **changes}
+        _, info = load(tmp_path / folder, config, midlayer(reference), output_loading_info=True)
+        assert ("AngelSlim trains with 10000" in info["assumed"].get("rope_theta", "")) is is_ignored
+
+
 def test_original_length_of_phi(tmp_path, reference):
     inside = {**YARN, "original_max_position_embeddings": 64}
     for folder, changes in {

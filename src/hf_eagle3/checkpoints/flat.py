@@ -70,6 +70,14 @@ def read(config: dict, tensors: dict[str, torch.Tensor]) -> tuple[Eagle3Config, 
             "true, as engines read it. But until September 2026 SpecForge trained such drafts without it. If few tokens are accepted, "
             "load a draft of it with `norm_output=False`"
         )
+    is_angelslim = config.get("architectures") == ["Eagle3LlamaForCausalLM"] and config.get("model_type") == "llama"
+    if (
+        is_angelslim and rope["rope_theta"] != 10000 and not rope.get("mrope_section")
+    ):  # it reads the key only beside that one
+        assumed["rope_theta"] = (
+            f"{rope['rope_theta']}, as engines read it. But AngelSlim trains with 10000 even so. If few tokens are accepted, "
+            "load the draft with this base"
+        )
     if (rope.get("partial_rotary_factor") or 1) != 1:
         assumed["partial_rotary_factor"] = (
             "that part of each head rotates, as in vLLM. SpecForge, Model-Optimizer and others train whole heads even so. If few tokens are "
