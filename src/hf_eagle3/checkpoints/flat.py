@@ -71,9 +71,8 @@ def read(config: dict, tensors: dict[str, torch.Tensor]) -> tuple[Eagle3Config, 
             "load a draft of it with `norm_output=False`"
         )
     is_angelslim = config.get("architectures") == ["Eagle3LlamaForCausalLM"] and config.get("model_type") == "llama"
-    if (
-        is_angelslim and rope["rope_theta"] != 10000 and not rope.get("mrope_section")
-    ):  # it reads the key only beside that one
+    # It reads the key only beside an `mrope_section`.
+    if is_angelslim and rope["rope_theta"] != 10000 and not rope.get("mrope_section"):
         assumed["rope_theta"] = (
             f"{rope['rope_theta']}, as engines read it. But AngelSlim trains with 10000 even so. If few tokens are accepted, "
             "load the draft with this base"
