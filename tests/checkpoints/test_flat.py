@@ -323,6 +323,8 @@ def test_copies_of_the_target_s_configuration(tmp_path, target, reference, famil
     copied |= {"head_dim": 8, "rope_parameters": None, "initial_context_length": 4096, "sliding_window": 4}
     copied["allow_global_per_layer_attribute_access"] = True  # for Gemma 4
     assert_same(load(tmp_path / "copied", copied, midlayer(reference)), reference, target)
+    copied["layer_types"] = ["sliding_attention"]  # it cuts the target's to a parallel draft's layers
+    assert_same(load(tmp_path / "copied", copied, midlayer(reference)), reference, target)
     if family in ("gemma4_text", "gpt_oss"):
         copied["architectures"] = ["OtherEagle3DraftModel"]
         with pytest.raises(ValueError, match="does not know: .*'(per_layer_config|initial_context_length)'"):

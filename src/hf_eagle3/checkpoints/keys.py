@@ -185,8 +185,8 @@ def windows_of(config: dict, num_layers: int) -> dict:
     layer_types, is_on = config.get("layer_types") or [], config.get("use_sliding_window")
     if len(layer_types) > num_layers or (window and longest and window >= longest):
         return {}
-    if not layer_types and "LlamaEagle3DraftModel" in (config.get("architectures") or []):
-        return {}  # NeMo Automodel copies the target's window, and trains without it
+    if "LlamaEagle3DraftModel" in (config.get("architectures") or []):
+        return {}  # NeMo Automodel copies the target's windows, and trains without them
     if not {*layer_types} <= {"full_attention"}:
         if is_on is False or len(layer_types) < num_layers:
             reason = "`use_sliding_window` is false" if is_on is False else f"there are {num_layers} layers"
