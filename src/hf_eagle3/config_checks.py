@@ -6,16 +6,31 @@ shows that it is as we saved it.
 
 import base64
 import sys
+from collections.abc import Collection
+from dataclasses import fields
 from typing import Any
 
 import torch
-from transformers import AutoConfig, GenerationConfig, Qwen3Config
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, Qwen3Config
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .remote_code.configuration_eagle3 import NEUTRAL_KEYS, Eagle3Config, check_keys
+from .remote_code.configuration_eagle3 import Eagle3Config
 
 
+# Others write these into a config.json. They do not change a draft.
+NEUTRAL_KEYS = {
+    "auto_map",
+    "down_sample_ratio",
+    "down_sample_ratio_min",
+    "embed_requires_grad",
+    "enable_sp_ulysses",
+    "inference_type",
+    "num_depths",
+    "tie_word_embeddings",
+    "torch_dtype",
+    "use_cache",
+}
 # These do not change a draft in `transformer_layer_config`, where some versions of transformers also write all of their defaults.
 NEUTRAL_LAYER_KEYS = {
     *NEUTRAL_KEYS,
@@ -95,6 +110,20 @@ OPTIONAL_SIZES = (
     "num_key_value_heads",
     "target_hidden_size",
 )
+
+
+def unknown_keys(config_dict: dict[str, Any], known: Collection[str]) -> list[str]:
+    """Returns the keys that are not `known`, without comments and keys whose value is false, zero or empty."""
+    return sorted(key for key in config_dict.keys() - set(known) if config_dict[key] and not key.startswith("_"))
+
+
+def check_keys(name: str, config_dict: dict[str, Any], known: Collection[str]) -> None:
+    """Raises `ValueError` if there are [`unknown_keys`]."""
+    if unknown := unknown_keys(config_dict, known):
+        raise ValueError(
+            f"{name} has keys that this version does not know: {unknown}. Their effect would be missing; a later version of "
+            "hf-eagle3 may read this draft."
+        )
 
 
 def changed_defaults(config_dict: dict[str, Any]) -> list[str]:
@@ -254,9 +283,10 @@ NO_CONFIG = (
 )
 
 
-def check_config_dict(config_dict: dict[str, Any]) -> None:
+def check_config_dict(config_class: type[Eagle3Config], config_dict: dict[str, Any]) -> None:
     """
-    Raises `ValueError` if a `config.json` is missing, of another kind of draft, without its layers, or of an unknown dtype.
+    Raises `ValueError` if a `config.json` is missing, of another kind of draft, without its layers, or of an unknown dtype, or
+    has keys that this `config_class` does not know.
     """
     if not config_dict:
         raise ValueError(NO_CONFIG)
@@ -280,3 +310,5 @@ def check_config_dict(config_dict: dict[str, Any]) -> None:
         raise ValueError(
             f"`quantization_config` is {quantization!r}, but must be a mapping that names a `quant_method`. Remove it."
         )
+    known = {field.name for field in fields(config_class)} | PreTrainedConfig().to_dict().keys() | NEUTRAL_KEYS
+    check_keys("This config.json", config_dict, known | {"quantization_config"})  # which transformers reads

@@ -14,6 +14,7 @@ from transformers import AutoModel
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints import export, load_ends, target_class
+from hf_eagle3.remote_code import configuration_eagle3
 
 
 LLAMA3 = {
@@ -394,7 +395,7 @@ def test_rotary_scaling_in_old_and_new_keys(tmp_path, target):
         )
 
 
-def test_bad_checkpoints(tmp_path, target):
+def test_bad_checkpoints(tmp_path, target, monkeypatch):
     reference = make_reference(target)
     good, tensors = sglang(reference), midlayer(reference)
 
@@ -469,8 +470,13 @@ def test_bad_checkpoints(tmp_path, target):
     (tmp_path / "ours" / "config.json").write_text(json.dumps({**config, "use_magic": True}))
     with pytest.raises(ValueError, match=r"does not know: \['use_magic'\]"):
         Eagle3ForSpeculation.from_pretrained(tmp_path / "ours")
-    # Nor does the code that came with it, which a later version's weights may be pushed beside.
-    with pytest.raises(ValueError, match=r"does not know: \['use_magic'\]"):
+    # Nor does the code that came with it, which a later version's weights may be pushed beside. Its digest has the flag.
+    config["use_magic"] = True
+    with monkeypatch.context() as later:
+        later.setattr(configuration_eagle3, "DIGESTED", (*configuration_eagle3.DIGESTED, "use_magic"))
+        config["config_digest"] = configuration_eagle3.config_digest(config)
+    (tmp_path / "ours" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="later version of hf-eagle3 saved it"):
         AutoModel.from_pretrained(tmp_path / "ours", trust_remote_code=True)
 
 

@@ -11,9 +11,16 @@ from transformers import PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from ..auto import architectures_of
 from ..checkpoints.keys import TOKEN_KEYS, is_neutral
-from ..config_checks import DEFAULTS, NEUTRAL_LAYER_KEYS, NEUTRAL_ROPE_KEYS, changed_defaults, check_positive
+from ..config_checks import (
+    DEFAULTS,
+    NEUTRAL_KEYS,
+    NEUTRAL_LAYER_KEYS,
+    NEUTRAL_ROPE_KEYS,
+    changed_defaults,
+    check_positive,
+    unknown_keys,
+)
 from ..remote_code.auto_eagle3 import logger
-from ..remote_code.configuration_eagle3 import NEUTRAL_KEYS, unknown_keys
 
 
 TYPE_KEYS = ("dtype", "torch_dtype", "transformers_version")

@@ -4,8 +4,6 @@
 import difflib
 import hashlib
 import json
-from collections.abc import Collection
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -33,19 +31,6 @@ DRAFT_KEYS = {
     "draft_vocab_size",
     "eagle_config",
     "dflash_config",
-}
-# Others write these into a config.json. They do not change a draft.
-NEUTRAL_KEYS = {
-    "auto_map",
-    "down_sample_ratio",
-    "down_sample_ratio_min",
-    "embed_requires_grad",
-    "enable_sp_ulysses",
-    "inference_type",
-    "num_depths",
-    "tie_word_embeddings",
-    "torch_dtype",
-    "use_cache",
 }
 # The fields on which depends what a draft computes.
 DIGESTED = (
@@ -208,16 +193,13 @@ class Eagle3Config(PreTrainedConfig):
         for name in ("weights_digest", "code_digest"):  # of the checkpoint, not of other drafts (older ones have both)
             config_dict.pop(name, None)
         if IS_INSTALLED:
-            installed_module("config_checks", "A configuration").check_config_dict(config_dict)
-        known = {field.name for field in fields(cls)} | PreTrainedConfig().to_dict().keys() | NEUTRAL_KEYS
-        known |= {"quantization_config"}  # transformers reads it
-        check_keys("This config.json", config_dict, known)
+            installed_module("config_checks", "A configuration").check_config_dict(cls, config_dict)
         nullable = config_dict.keys() - {*FLAGS, "auto_map"}
         config_dict = {name: value for name, value in config_dict.items() if value is not None or name in nullable}
         if digest is not None and digest != config_digest(config_dict):
             raise ValueError(
-                f"This config.json is not what was saved: one of {', '.join(DIGESTED)} was changed. Download it again, or remove "
-                "`config_digest` from it if you changed it on purpose."
+                f"This config.json is not what was saved: one of {', '.join(DIGESTED)} was changed, or a later version of hf-eagle3 "
+                "saved it. Download it again with the code beside it, or remove `config_digest` from it if you changed it on purpose."
             )
         if kwargs.get("eagle_aux_hidden_state_layer_ids") is not None:  # the caller's own, which count inputs
             kwargs = {"aux_layer_ids_assumed": False, **kwargs}
@@ -291,20 +273,6 @@ def config_digest(config_dict: dict[str, Any]) -> str:
     """SHA-256 of the fields of a `config.json` that change what a draft computes."""
     digested = {name: config_dict[name] for name in DIGESTED if name in config_dict}
     return hashlib.sha256(json.dumps(digested, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def unknown_keys(config_dict: dict[str, Any], known: Collection[str]) -> list[str]:
-    """The keys that are not `known`, without comments and keys whose value is false, zero or empty."""
-    return sorted(key for key in config_dict.keys() - set(known) if config_dict[key] and not key.startswith("_"))
-
-
-def check_keys(name: str, config_dict: dict[str, Any], known: Collection[str]) -> None:
-    """Raises `ValueError` if there are [`unknown_keys`]."""
-    if unknown := unknown_keys(config_dict, known):
-        raise ValueError(
-            f"{name} has keys that this version does not know: {unknown}. Their effect would be missing; a later version of "
-            "hf-eagle3 may read this draft."
-        )
 
 
 def tree_settings(
