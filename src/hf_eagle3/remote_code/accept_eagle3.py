@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import EosTokenCriteria, LogitsProcessorList, TemperatureLogitsWarper
 
-from .devices_eagle3 import on_device, random_state, reads_without_sync, set_random_state
+from .devices_eagle3 import random_state, reads_without_sync, set_random_state
 from .outputs_eagle3 import ReturnedOutputs, TreeOutputs
 from .text_eagle3 import SampleArguments, Text, stack_right, take_rows
 from .tree_eagle3 import Accepted, DraftTree
@@ -289,66 +289,48 @@ class NoiseStream:
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device, draws_ahead: bool):
         self.device, self.generator = device, None if draws_ahead else torch.Generator(device)
-        # The noise of position `p` is in slot `p % num_slots`, `(num_slots, num_rows, V)`. So one kernel reads any rows.
-        self.noise = torch.empty(0, num_rows, vocab_size, dtype=torch.float32, device=device)
-        self.drawn: dict[int, torch.Tensor | None] = {}  # positions, and the generator's state before each draw
+        self.shape = num_rows, vocab_size
+        self.drawn: dict[int, Sequence[torch.Tensor]] = {}  # the noise of each row, by position
+        self.states: dict[int, torch.Tensor | None] = {}  # the generator's before it was drawn
         self.last_state: torch.Tensor | None = None  # of the device's generator, after the last draw
         self.next = 0  # the next position to draw for
 
     def of(self, rows: list[int], positions: list[list[int]], first: int) -> torch.Tensor:
         """The noise `(B, K, V)` of `K` positions of `B` rows of the call. Drops the noise before `first`, which all rows have used."""
         self._draw_up_to(max(map(max, positions)), first)
-        num_slots, num_rows = self.noise.shape[:2]
-        if len(rows) == num_rows and len(set(map(tuple, positions))) == len(positions[0]) == 1:
-            return self.noise[positions[0][0] % num_slots, :, None]
-        places = [position % num_slots * num_rows + row for row, of_row in zip(rows, positions) for position in of_row]
-        noise = self.noise.flatten(0, 1).index_select(0, on_device(places, self.device))
-        return noise.view(len(rows), -1, noise.shape[1])
+        vectors = [self.drawn[position][row] for row, of_row in zip(rows, positions) for position in of_row]
+        return torch.stack(vectors).view(len(rows), -1, self.shape[1])
 
     def _draw_up_to(self, last: int, first: int) -> None:
         """Draws for the positions from `first` to `last` that are not drawn yet."""
         for old in [old for old in self.drawn if old < first]:
-            del self.drawn[old]
+            del self.drawn[old], self.states[old]
         self.next = max(self.next, first)
         if self.generator is not None:
             state = random_state(self.device)
-            before = self.drawn.get(first)
+            before = self.states.get(first)
             if before is None or not torch.equal(before, state):
                 self.drawn.clear()
+                self.states.clear()
                 self.generator.set_state(state)
                 self.next = first
-        self._reserve(last + 1 - first)
         while self.next <= last:
-            self.drawn[self.next] = self._draw(self.noise[self.next % len(self.noise)])
+            self._draw(self.next)
             self.next += 1
 
-    def _reserve(self, num_positions: int) -> None:
-        """Makes room for so many positions."""
-        if num_positions <= len(self.noise):
-            return
-        num_slots = num_positions + 16
-        with torch.inference_mode(False):  # it is written in and outside of this mode
-            noise = self.noise.new_empty(num_slots, *self.noise.shape[1:])
-        for position in self.drawn:
-            noise[position % num_slots] = self.noise[position % len(self.noise)]
-        self.noise = noise
-
-    def _draw(self, noise: torch.Tensor) -> torch.Tensor:
-        """Draws noise in place. Returns the generator's state before."""
-        if self.generator is not None:
-            before = self.generator.get_state()
-            noise.exponential_(generator=self.generator)
-            return before
-        before = random_state(self.device)
+    def _draw(self, position: int) -> None:
+        before = random_state(self.device) if self.generator is None else self.generator.get_state()
         if self.last_state is not None and not torch.equal(before, self.last_state):
-            self.drawn = dict.fromkeys(self.drawn)  # another thread has drawn: no state before that can be restored
-        noise.exponential_()
-        self.last_state = random_state(self.device)
-        return before
+            self.states = dict.fromkeys(self.states)  # another thread has drawn: no state before that can be restored
+        noise = torch.empty(self.shape, dtype=torch.float32, device=self.device)
+        self.drawn[position] = noise.exponential_(generator=self.generator).unbind()
+        self.states[position] = before
+        if self.generator is None:
+            self.last_state = random_state(self.device)
 
     def rewind(self, position: int) -> None:
         """Rewinds the device's generator to before `position`, unless others have drawn since."""
-        state = self.drawn.get(position)
+        state = self.states.get(position)
         if state is None or self.last_state is None:  # also if nothing was drawn ahead
             return
         if torch.equal(random_state(self.device), self.last_state):

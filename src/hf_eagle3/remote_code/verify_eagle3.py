@@ -125,10 +125,7 @@ class Verifier:
         # Below the root a chain, and a sibling of its first node. With fewer nodes rounding in bfloat16 hides what they see.
         parents = on_device([[0, *range(9), 0]], token.device)
         tokens, parents = token.expand(-1, parents.shape[1]), parents.expand(len(token), -1)
-        root = int(given["position_ids"].max()) + 1
-        rooms = [(kind, length - 1 - root) for kind, length in position_limits(self.config)]
-        is_near = any(room < 9 and (room >= -1 or kind != "longrope") for kind, room in rooms)  # as in `limit`
-        if is_near or (cache.is_static and cache.capacity - cache.length < tokens.shape[1]):
+        if self._room(num_read=1) < 9 or (cache.is_static and cache.capacity - cache.length < tokens.shape[1]):
             self.is_plain = True  # there is no room to try
             return
         cache.record()
@@ -189,6 +186,18 @@ class Verifier:
             return None
         return aux_hidden_states(target_outputs, self.layer_ids, self.config.num_hidden_layers)
 
+    def _room(self, num_read: int = 0) -> int:
+        """
+        How many more positions a tree may have, after `num_read` more tokens. It must not cross a switch, or the end of a table
+        (plain decoding may stop before it). Beyond its switch dynamic scaling changes at each position, so trees are off.
+        """
+        limits, most = position_limits(self.config), torch.iinfo(torch.long).max
+        if not limits:  # reading positions forces a sync
+            return most
+        newest = int(self.inputs["position_ids"].max()) + num_read
+        rooms = (length - 1 - newest for kind, length in limits if newest <= length or kind != "longrope")
+        return min(rooms, default=most)
+
     def limit(self, plan: Plan, text: Text) -> Plan:
         """The plan, reduced if a larger tree would be useless or change the text."""
         cache, config = self.cache, self.config
@@ -198,13 +207,7 @@ class Verifier:
             depth = min(depth, text.max_length - text.shortest - 1)
         elif cache.capacity - cache.length < 1 + self.num_nodes:
             depth = 0
-        newest = int(self.inputs["position_ids"].max()) if (limits := position_limits(config)) else 0
-        for kind, length in limits:
-            # No tree may cross a switch, or the end of a table (plain decoding may stop before it). Beyond its switch dynamic
-            # scaling changes at each position, so trees are off.
-            room = length - 1 - newest
-            if room >= -1 or kind != "longrope":
-                depth = min(depth, room)
+        depth = min(depth, self._room())
         # In transformers 5.17 Phi-3 drops its cache at the switch and loses the past, which trees need.
         if self.is_plain or cache.length < text.longest - 1 or cache.num_replayed > TreeCache.MOST_REPLAYED:
             depth = 0
