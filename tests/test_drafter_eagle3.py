@@ -71,7 +71,7 @@ def test_confidences_of_a_tree(layer_types, batch_size, mask_token_id, monkeypat
     growing, fixed = (
         Drafter(
             draft,
-            GenerationCall(target, target.get_input_embeddings(), WHOLE, 0.0, Calibration(POWER), capacity, None),
+            GenerationCall(target, target.get_input_embeddings(), WHOLE, 0.0, Calibration(POWER), capacity),
         )
         for capacity in (None, 90)
     )

@@ -201,7 +201,6 @@ REACHING = {
     ("loading_eagle3.py", "read_config", "loads"),
     ("draft_model_eagle3.py", "save_pretrained", "mkdir"),
     ("draft_model_eagle3.py", "save_pretrained", "write_text"),
-    ("devices_eagle3.py", "compiled", "compile"),  # torch's
     ("auto_eagle3.py", "installed_module", "import_module"),  # the package itself
     ("auto_eagle3.py", "newer_package", "import_module"),  # likewise
 }

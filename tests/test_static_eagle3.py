@@ -262,15 +262,15 @@ def test_nothing_is_compiled_twice(policy):
     assert_same_text(target, draft, make_prompt(40), ours=ours)
     assert_same_text(target, draft, make_prompt(40), 1, ours, do_sample=True)
     graphs = counters["stats"]["unique_graphs"]
-    # A plain step, a verification, a tree and what is kept of it; samples are drafted by a function of their own.
-    assert graphs <= 5 and not counters["graph_break"]
+    # Plain steps, if there are any, and verification.
+    assert graphs <= 2 and not counters["graph_break"]
     with torch._dynamo.config.patch(error_on_recompile=True):
         for length in (2, 40):
             prompt, sampling = make_prompt(length, seed=length), {"do_sample": True, "temperature": 1 + 1 / length}
             assert_same_text(target, draft, prompt, ours=ours)
             assert_same_text(target, draft, prompt, length, ours, **sampling)
-    assert counters["stats"]["unique_graphs"] <= 5
-    assert policy == "auto" or graphs == 4 and max(draft.last_generation.accepted_lengths) > 1
+    assert counters["stats"]["unique_graphs"] <= 2
+    assert policy == "auto" or graphs == 1 and max(draft.last_generation.accepted_lengths) > 1
 
 
 def test_the_state_after_the_last_layer_is_compiled():
@@ -539,7 +539,7 @@ def test_a_capture_that_fails(monkeypatch, graphs, target, caplog):
     assert SimulatedGraph.has_failed
 
 
-def test_a_tree_is_compiled_for_its_own_shape():
+def test_verification_is_compiled_for_its_own_shape():
     """Kernels for trees of any size would be slower, and take longer to compile."""
     numbers = []
 
@@ -556,5 +556,5 @@ def test_a_tree_is_compiled_for_its_own_shape():
     config._compile_all_devices = True
     assert_same_text(target, draft, PROMPTS[0], max_new_tokens=20, compile_config=config, **STATIC)
     names = {str(name() if callable(name) else name) for each in numbers for name in each}
-    assert len(numbers) == 4  # the target twice, the draft, and what the cache keeps
+    assert len(numbers) == 2
     assert not any("input_ids" in name or "attention_mask" in name for name in names), names

@@ -57,9 +57,7 @@ class Observed:
 def propose(target, draft, tokens, plan):
     """The tree below the last of some tokens `(B, L)`."""
     aux, _ = TargetStates(target, draft.resolve_aux_layer_ids(target))({"input_ids": tokens[:, :-1]})
-    proposer = draft.proposer(
-        GenerationCall(target, target.get_input_embeddings(), plan, 0.0, Calibration(1.0), None, None)
-    )
+    proposer = draft.proposer(GenerationCall(target, target.get_input_embeddings(), plan, 0.0, Calibration(1.0), None))
     proposer.observe(Observed(tokens, aux))
     return proposer.propose(plan, tokens[:, -1:])
 

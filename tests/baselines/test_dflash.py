@@ -511,7 +511,7 @@ def test_a_row_that_waits_leaves_the_others_alone():
     """It is near the end of a static cache while another one has much to read."""
     target = make_target("llama")
     draft, plan = make_baseline("dflash", target), Plan("draft", 3, 12, 3)
-    call = GenerationCall(target, target.get_input_embeddings(), plan, 0.0, Calibration(1.0), 20, None)
+    call = GenerationCall(target, target.get_input_embeddings(), plan, 0.0, Calibration(1.0), 20)
     both, alone = draft.proposer(call), draft.proposer(call)
     states = torch.randn(2, 28, draft.fc.in_features)
     trees = []

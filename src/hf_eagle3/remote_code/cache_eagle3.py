@@ -39,7 +39,7 @@ class TreeCache:
 
     def __init__(self, cache: Cache | None, most_nodes: int, may_replay: bool = False, takes_trees: bool = True):
         self.most_nodes, self.may_replay, self.is_chain = most_nodes, may_replay, not takes_trees
-        self.keep_path, self.num_new = keep_path, 0  # the newest entries, still undecided
+        self.num_new = 0  # the newest entries, still undecided
         self._adopt(check_cache(cache, may_replay))
 
     def track(self, cache: Cache, num_new: int) -> None:
@@ -109,9 +109,9 @@ class TreeCache:
             device = next(filter(has_keys, self.cache.layers)).keys.device
             padded = on_device([*path, *[0] * num_left_out, len(path)], device)
             if self.graphed_keep is not None and num_nodes == self.most_nodes:
-                self.graphed_keep(partial(self.keep_path, self.cache), padded)
+                self.graphed_keep(partial(keep_path, self.cache), padded)
             else:
-                self.keep_path(self.cache, padded)
+                keep_path(self.cache, padded)
         if not self.is_static:
             self.crop(-num_left_out)
 
@@ -259,7 +259,7 @@ def copy_into(cache: StaticCache, source: Cache, prompt_length: int, length: int
 def keep_path(cache: Cache, padded: torch.Tensor) -> tuple[()]:
     """
     Moves some of the last `N` entries to their front. A static cache forgets the others. `padded` `(N + 1,)` has the
-    ascending indices, zeros, and their number. Shapes do not depend on it, so this can be captured or compiled.
+    ascending indices, zeros, and their number. Shapes do not depend on it, so this can be captured.
     """
     num_new, device = len(padded) - 1, None
     for layer in filter(has_keys, cache.layers):

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .accept_eagle3 import ROW_WISE, Sampler, accept, is_one_of
-from .cache_eagle3 import is_user_defined, keep_path
+from .cache_eagle3 import is_user_defined
 from .configuration_eagle3 import tree_settings
-from .devices_eagle3 import CUDNN_ATTENTION, captures_graphs, compiled, reads_without_sync
+from .devices_eagle3 import CUDNN_ATTENTION, captures_graphs, reads_without_sync
 from .embedding_eagle3 import gathered_table, table_of
 from .lookup_eagle3 import PromptLookup
 from .outputs_eagle3 import Eagle3GenerationStats, Eagle3Step, ReturnedOutputs, TreeOutputs
@@ -57,8 +57,9 @@ class TreeDecoding:
         self.embedding = gathered_table(table_of(self.target))
         self.text = text = self._make_text()
         self.sampler = Sampler(text, self.arguments, self.returned, prompt.logits.shape[-1])
+        self._compile()
         policy, cache = self._make_policy(), verifier.cache
-        self.proposers = self._make_proposers(policy, compile_config=self._compile())
+        self.proposers = self._make_proposers(policy)
         lookup: Any = self.proposers.get("lookup")
         try:
             self.accept_prompt(prompt)
@@ -113,19 +114,14 @@ class TreeDecoding:
         may_retire = not self.returned.wants_dict and may_select_rows(self.target, cache, inputs)
         return Text(arguments, in_lockstep, exposes_ids, may_retire)
 
-    def _compile(self) -> Any | None:
-        """Compiles the target's forward where `_sample` would. Returns the `CompileConfig`, if any."""
+    def _compile(self) -> None:
+        """Compiles the target's forward where `_sample` would."""
         target, verifier, config = self.target, self.verifier, self.arguments.generation_config
         # Asked in any case, because it warns if a `compile_config` has no effect.
         can_compile = target._valid_auto_compile_criteria(verifier.inputs, config)
         # Compiled forwards would overwrite hidden states that are collected.
-        if not can_compile or not verifier.cache.is_static or "hidden_states" in self.returned.collected:
-            return None
-        compile_config = config.compile_config or target._default_compile_config()
-        verifier.forward = target.get_compiled_call(compile_config)
-        if target.device.type != "cuda":  # there it is captured
-            verifier.cache.keep_path = compiled(keep_path, self.assistant, compile_config)
-        return compile_config
+        if can_compile and verifier.cache.is_static and "hidden_states" not in self.returned.collected:
+            verifier.forward = target.get_compiled_call(config.compile_config or target._default_compile_config())
 
     def _make_policy(self) -> StaticPolicy:
         cache, device, max_plan = self.verifier.cache, self.target.device, self.max_plan
@@ -153,7 +149,7 @@ class TreeDecoding:
         known = policies_of(self.target, self.assistant).get(kind)
         return Policy(kind) if known is None else copy.deepcopy(known)
 
-    def _make_proposers(self, policy: StaticPolicy, compile_config: Any | None) -> dict[str, Proposer]:
+    def _make_proposers(self, policy: StaticPolicy) -> dict[str, Proposer]:
         cache = self.verifier.cache
         call = GenerationCall(
             target=self.target,
@@ -162,7 +158,6 @@ class TreeDecoding:
             threshold=self.settings["assistant_confidence_threshold"],
             calibration=policy.calibration,
             capacity=cache.capacity if cache.is_static else None,
-            compile_config=compile_config,
         )
         proposers: dict[str, Proposer] = {"draft": self.assistant.proposer(call)}
         if isinstance(policy, Policy) and policy.kind.looks_up:

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What depends on the device: syncs, random generators, compiled functions, CUDA graphs, and cuDNN's attention."""
+"""What depends on the device: syncs, random generators, CUDA graphs, and cuDNN's attention."""
 
 import contextlib
 import threading
-import types
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -44,23 +42,6 @@ def _random_module(device: torch.device) -> tuple[Any, tuple]:
     if device.type == "cpu":
         return torch, ()
     return torch.get_device_module(device), () if device.type == "mps" else (device,)
-
-
-# The compiled functions of each owner, by function and compiler settings.
-_COMPILED: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-
-
-def compiled(function: Callable, owner: object, compile_config: Any | None) -> Callable:
-    """`function`, compiled once for each owner; the function itself without a `CompileConfig`."""
-    if compile_config is None:
-        return function
-    functions = _COMPILED.setdefault(owner, {})
-    key = (function.__name__, repr(sorted(compile_config.to_dict().items(), key=str)))
-    if key not in functions:
-        # Dynamo limits how often it compiles a code object. Each owner gets its own, so that others use up none of it.
-        own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-        functions[key] = torch.compile(own, **compile_config.to_dict())
-    return functions[key]
 
 
 class CudnnSwitch:

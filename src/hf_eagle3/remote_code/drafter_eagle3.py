@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from .accept_eagle3 import Sampler, sample_scores
 from .attention_eagle3 import PACKED_HEADS
-from .devices_eagle3 import GraphedFunction, compiled, on_device, reads_without_sync
+from .devices_eagle3 import GraphedFunction, on_device, reads_without_sync
 from .slots_eagle3 import DraftCache, Slots, can_be_captured, graph_conditions
 from .text_eagle3 import right_index, stack_right, take_rows
 from .tree_eagle3 import Accepted, DraftTree, GenerationCall, Plan, Proposer
@@ -124,7 +124,7 @@ def read_and_grow_fixed(
     temperature: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, ...]:
     """
-    [`read_and_grow`] as a function of tensors, to be compiled. `noise` `(B, plan.depth, draft_vocab_size)` and
+    [`read_and_grow`] as a function of tensors, to be captured. `noise` `(B, plan.depth, draft_vocab_size)` and
     `temperature` are those of the next samples, if any. Returns the fields of a [`DraftTree`].
     """
 
@@ -139,8 +139,8 @@ def read_and_grow_fixed(
 class Drafter(Proposer):
     """
     The draft during one call. Beside a static cache it grows the same tree in every step by one function of fixed
-    shapes, which is compiled if the target is. On CUDA devices it does so beside other caches, too. There the function
-    is captured as a CUDA graph instead of compiled: compiling many levels takes minutes.
+    shapes. On CUDA devices it does so beside other caches, too, and captures the function as a CUDA graph. It is not
+    compiled: compiling many levels takes minutes.
     """
 
     # Older unread steps are dropped. Otherwise plain decoding would keep the whole text's states.
@@ -161,12 +161,10 @@ class Drafter(Proposer):
         head = draft.get_output_embeddings().weight
         # What logits look like: their width, dtype and device. A quantized head could not make other tensors.
         self.like = torch.empty(len(head), dtype=head.dtype, device=head.device)
-        self.is_captured, self.fixed_tree = can_be_captured(draft, call.embedding), read_and_grow_fixed
-        if not self.is_captured and self.like.device.type != "cuda":
-            self.fixed_tree = compiled(read_and_grow_fixed, draft, call.compile_config)
+        self.is_captured = can_be_captured(draft, call.embedding)
 
     def inference_mode(self) -> AbstractContextManager:
-        """Inference mode, which is faster, unless functions may be compiled."""
+        """Inference mode, which is faster, unless the target may be compiled: again for tensors that were made in it."""
         return torch.no_grad() if self.is_static else torch.inference_mode()
 
     def observe(self, accepted: Accepted) -> None:
@@ -199,7 +197,8 @@ class Drafter(Proposer):
         with self.inference_mode(), PACKED_HEADS.on():
             blocks, counts = self.read_all_but_newest(has_fixed_shape)
             if has_fixed_shape:
-                blocks = [_padded(block, self.most_new - block.shape[1]) for block in blocks]
+                num_missing = self.most_new - blocks[0].shape[1]
+                blocks = [F.pad(block, (*(0, 0) * (block.dim() - 2), num_missing, 0)) for block in blocks]
             state, unread = self._inputs(blocks, counts, self.num_spare, has_fixed_shape)
             if has_fixed_shape:
                 return self._fixed_tree(state, unread, sampler)
@@ -217,7 +216,7 @@ class Drafter(Proposer):
         power = on_device(self.call.calibration.power, device, torch.float32)
 
         def grow(*inputs: Any) -> tuple[torch.Tensor | None, ...]:
-            return self.fixed_tree(state, Unread(*inputs[:5]), self.max_plan, *inputs[5:])
+            return read_and_grow_fixed(state, Unread(*inputs[:5]), self.max_plan, *inputs[5:])
 
         inputs, graph = (*unread, power, noise, temperature), state.cache.graph
         grown = grow(*inputs) if graph is None else graph(grow, *inputs)
@@ -301,11 +300,6 @@ class Drafter(Proposer):
         """Keeps the graph for the next call. The slots of its text are not needed any more."""
         if self.cache is not None:
             self.cache.keep(self.draft)
-
-
-def _padded(block: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """A block with `num_rows` more entries at the left. It is a copy, for stable strides, also of a single row."""
-    return F.pad(block, (*(0, 0) * (block.dim() - 2), num_rows, 0)).clone(memory_format=torch.contiguous_format)
 
 
 def _filled(entries: Any, num_places: int) -> Any:

@@ -205,7 +205,6 @@ class GenerationCall(NamedTuple):
         threshold (`float`): Nodes that the proposer gives a lower probability are not worth proposing.
         calibration (`Calibration`): Its `power` corrects the proposer's probabilities.
         capacity (`int`, *optional*): The most tokens of a row, if the target's cache is static.
-        compile_config (`CompileConfig`, *optional*): The compiler's settings, if the target is compiled.
     """
 
     target: PreTrainedModel
@@ -214,7 +213,6 @@ class GenerationCall(NamedTuple):
     threshold: float
     calibration: Any
     capacity: int | None
-    compile_config: Any
 
 
 class Proposer:
