@@ -249,8 +249,7 @@ class Policy(StaticPolicy):
         self.kind, self.is_priced = kind, kind.sizing == "priced"
         self.costs, self.matches = StepCosts(), MatchCalibration()
         most = kind.max_plan.num_nodes
-        sizes = [] if kind.sizing == "fixed" else self.SIZES[: bisect.bisect_left(self.SIZES, most)]
-        self.sizes = [*sizes, most]
+        self.sizes = [*self.SIZES[: bisect.bisect_left(self.SIZES, most)], most]
         self.trials: dict[int, DraftingTrial] = {}  # by the number of rows, up to a power of two
         self.reach = Reach(min(kind.max_plan.depth, most))
         self.planned = kind.max_plan
