@@ -115,27 +115,6 @@ def read_and_grow(state: DraftState, unread: Unread, plan: Plan, *settings: Any)
     return tree
 
 
-def read_and_grow_fixed(
-    state: DraftState,
-    unread: Unread,
-    plan: Plan,
-    power: torch.Tensor,
-    noise: torch.Tensor | None,
-    temperature: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, ...]:
-    """
-    [`read_and_grow`] as a function of tensors, to be captured. `noise` `(B, plan.depth, draft_vocab_size)` and
-    `temperature` are those of the next samples, if any. Returns the fields of a [`DraftTree`].
-    """
-
-    def guess(logits: torch.Tensor, level: int) -> torch.Tensor:
-        assert noise is not None and temperature is not None
-        return sample_scores(logits.float() / temperature, noise[:, level])
-
-    tree = read_and_grow(state, unread, plan, 0.0, power, None if noise is None else guess)
-    return tree.tokens, tree.parents, tree.depths, tree.ancestors, tree.confidences
-
-
 class Drafter(Proposer):
     """
     The draft during one call. Beside a static cache it grows the same tree in every step by one function of fixed
@@ -208,6 +187,7 @@ class Drafter(Proposer):
             return read_and_grow(state, unread, plan, threshold, self.call.calibration.power, guess)
 
     def _fixed_tree(self, state: DraftState, unread: Unread, sampler: Sampler | None) -> DraftTree:
+        """[`read_and_grow`] as a function of tensors alone, which can be captured."""
         device = unread.tokens.device
         noise = temperature = None
         if sampler is not None:
@@ -216,7 +196,14 @@ class Drafter(Proposer):
         power = on_device(self.call.calibration.power, device, torch.float32)
 
         def grow(*inputs: Any) -> tuple[torch.Tensor | None, ...]:
-            return read_and_grow_fixed(state, Unread(*inputs[:5]), self.max_plan, *inputs[5:])
+            *unread, power, noise, temperature = inputs
+
+            def guess(logits: torch.Tensor, level: int) -> torch.Tensor:
+                return sample_scores(logits.float() / temperature, noise[:, level])
+
+            guess_samples = None if noise is None else guess
+            tree = read_and_grow(state, Unread(*unread), self.max_plan, 0.0, power, guess_samples)
+            return tree.tokens, tree.parents, tree.depths, tree.ancestors, tree.confidences
 
         inputs, graph = (*unread, power, noise, temperature), state.cache.graph
         grown = grow(*inputs) if graph is None else graph(grow, *inputs)
