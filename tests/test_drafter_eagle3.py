@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import VOCAB_SIZE, make_target
+from simulated_graph import SIMULATION
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.remote_code.drafter_eagle3 import Drafter
@@ -68,13 +69,16 @@ def test_confidences_of_a_tree(layer_types, batch_size, mask_token_id, monkeypat
         sliding_window=6,
         mask_token_id=mask_token_id,
     ).eval()
-    growing, fixed = (
-        Drafter(
-            draft,
-            GenerationCall(target, target.get_input_embeddings(), WHOLE, 0.0, Calibration(POWER), capacity),
-        )
+    calls = (
+        GenerationCall(target, target.get_input_embeddings(), WHOLE, 0.0, Calibration(POWER), capacity)
         for capacity in (None, 90)
     )
+    growing = Drafter(draft, next(calls))
+    monkeypatch.setattr("hf_eagle3.remote_code.slots_eagle3.captures_graphs", lambda device: True)
+    for name, value in SIMULATION.items():
+        monkeypatch.setattr(name, value)
+    fixed = Drafter(draft, next(calls))
+    assert fixed.is_captured and not growing.is_captured
     rows, num_drafted = [Row(random_.randint(0, 3)) for _ in range(batch_size)], 0
     for step in range(10):
         counts = [random_.randint(1, 12 if step == 0 else 5) for _ in rows]

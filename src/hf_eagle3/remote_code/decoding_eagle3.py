@@ -155,7 +155,7 @@ class TreeDecoding:
             target=self.target,
             embedding=self.embedding,
             max_plan=self.max_plan,
-            threshold=self.settings["assistant_confidence_threshold"],
+            threshold=0.0 if cache.is_static else self.settings["assistant_confidence_threshold"],
             calibration=policy.calibration,
             capacity=cache.capacity if cache.is_static else None,
         )

@@ -117,9 +117,8 @@ def read_and_grow(state: DraftState, unread: Unread, plan: Plan, *settings: Any)
 
 class Drafter(Proposer):
     """
-    The draft during one call. Beside a static cache it grows the same tree in every step by one function of fixed
-    shapes. On CUDA devices it does so beside other caches, too, and captures the function as a CUDA graph. It is not
-    compiled: compiling many levels takes minutes.
+    The draft during one call. On CUDA devices the largest tree is grown by a function of fixed shapes, which is captured
+    as a CUDA graph. It is not compiled: compiling many levels takes minutes.
     """
 
     # Older unread steps are dropped. Otherwise plain decoding would keep the whole text's states.
@@ -155,7 +154,7 @@ class Drafter(Proposer):
                 del self.unread[0]
             else:  # the prompt: all later tokens attend to its first ones
                 with self.inference_mode():
-                    self.unread.append(self.read_all_but_newest(self.is_static))
+                    self.unread.append(self.read_all_but_newest(has_fixed_shape=False))
 
     def select(self, rows: list[int]) -> None:
         index = on_device(rows, self.like.device)  # a list would force a sync for each tensor
@@ -172,7 +171,7 @@ class Drafter(Proposer):
                     self._move(num_places, self.cache.num_slots)
 
     def propose(self, plan: Plan, root_tokens: torch.Tensor, sampler: Sampler | None = None) -> DraftTree:
-        has_fixed_shape = self.is_static or (self.is_captured and plan == self.max_plan)
+        has_fixed_shape = self.is_captured and plan == self.max_plan
         with self.inference_mode(), PACKED_HEADS.on():
             blocks, counts = self.read_all_but_newest(has_fixed_shape)
             if has_fixed_shape:
@@ -205,8 +204,8 @@ class Drafter(Proposer):
             tree = read_and_grow(state, Unread(*unread), self.max_plan, 0.0, power, guess_samples)
             return tree.tokens, tree.parents, tree.depths, tree.ancestors, tree.confidences
 
-        inputs, graph = (*unread, power, noise, temperature), state.cache.graph
-        grown = grow(*inputs) if graph is None else graph(grow, *inputs)
+        assert state.cache.graph is not None
+        grown = state.cache.graph(grow, *unread, power, noise, temperature)
         of_rows: Any = (None if each is None else each[: len(self.lengths)] for each in grown)
         tokens, parents, depths, ancestors, confidences = of_rows
         # The next CUDA graph overwrites what this one returned. Tokens may be needed longer (see `ReplayCache`).
