@@ -43,7 +43,7 @@ from hf_eagle3.evaluation.drafts import sampled_digest
 from hf_eagle3.evaluation.results import cells, markdown_table
 from hf_eagle3.evaluation.tasks import expand, task_name
 from hf_eagle3.files import write_atomically
-from hf_eagle3.remote_code.loading_eagle3 import weights_digest
+from hf_eagle3.remote_code.draft_model_eagle3 import weights_digest
 from hf_eagle3.tokenizer import load_tokenizer
 from hf_eagle3.training.budget import BY_TIME, SHORT, TimeBudget, TimedEagle3Trainer, train_for
 

@@ -71,7 +71,7 @@ from hf_eagle3.evaluation.results import OTHER_DRAFTS, OURS
 from hf_eagle3.evaluation.tasks import OFFLINE, expand, task_name
 from hf_eagle3.files import write_atomically
 from hf_eagle3.remote_code.configuration_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
-from hf_eagle3.remote_code.loading_eagle3 import weights_digest
+from hf_eagle3.remote_code.draft_model_eagle3 import weights_digest
 from hf_eagle3.tokenizer import load_tokenizer, padded_inputs, read_template
 from hf_eagle3.training.models import load_processing_class
 

@@ -544,7 +544,7 @@ def run(rng: random.Random, folder) -> tuple[int, str | None]:
                 name = f"hf_eagle3.remote_code.{module}_eagle3.reads_without_sync"
                 stack.enter_context(mock.patch(name, lambda device: False))
             if rng.random() < 0.5:  # on which the draft is captured
-                for module in ("cache", "decoding", "slots"):
+                for module in ("cache", "decoding", "drafter"):
                     name = f"hf_eagle3.remote_code.{module}_eagle3.captures_graphs"
                     stack.enter_context(mock.patch(name, lambda device: True))
                 for name, value in SIMULATION.items():

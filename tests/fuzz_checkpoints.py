@@ -16,7 +16,7 @@ from transformers import AutoModel
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints import export
 from hf_eagle3.remote_code.configuration_eagle3 import config_digest
-from hf_eagle3.remote_code.loading_eagle3 import weights_digest
+from hf_eagle3.remote_code.draft_model_eagle3 import weights_digest
 
 
 target = functools.cache(make_target)

@@ -12,7 +12,7 @@ from operators import Operators
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.remote_code.attention_eagle3 import additive_mask
 from hf_eagle3.remote_code.devices_eagle3 import CudaGraph, CudnnSwitch, captures_graphs, on_device
-from hf_eagle3.remote_code.slots_eagle3 import can_be_captured
+from hf_eagle3.remote_code.drafter_eagle3 import can_be_captured
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def test_graphs_are_captured_on_cuda_only():
 
 
 def test_a_draft_that_would_sync_is_not_captured(monkeypatch, target, draft):
-    monkeypatch.setattr("hf_eagle3.remote_code.slots_eagle3.captures_graphs", lambda device: True)
+    monkeypatch.setattr("hf_eagle3.remote_code.drafter_eagle3.captures_graphs", lambda device: True)
     table = target.get_input_embeddings()
     assert can_be_captured(draft, table)
     assert not can_be_captured(draft, torch.nn.Embedding(8, 8, device="meta"))

@@ -74,7 +74,7 @@ def test_confidences_of_a_tree(layer_types, batch_size, mask_token_id, monkeypat
         for capacity in (None, 90)
     )
     growing = Drafter(draft, next(calls))
-    monkeypatch.setattr("hf_eagle3.remote_code.slots_eagle3.captures_graphs", lambda device: True)
+    monkeypatch.setattr("hf_eagle3.remote_code.drafter_eagle3.captures_graphs", lambda device: True)
     for name, value in SIMULATION.items():
         monkeypatch.setattr(name, value)
     fixed = Drafter(draft, next(calls))

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.making import architecture_of
-from hf_eagle3.remote_code.embedding_eagle3 import gathered
+from hf_eagle3.remote_code.target_eagle3 import gathered
 
 
 class MyLlama(LlamaForCausalLM):

@@ -28,7 +28,7 @@ from hf_eagle3.baselines import BASELINES
 from hf_eagle3.checkpoints import export
 from hf_eagle3.making import layer_config_for
 from hf_eagle3.remote_code.configuration_eagle3 import DEFAULT_TREE_SETTINGS
-from hf_eagle3.remote_code.loading_eagle3 import check_draft
+from hf_eagle3.remote_code.draft_model_eagle3 import check_draft
 from hf_eagle3.remote_code.modeling_eagle3 import Eagle3Head, Eagle3RMSNorm
 
 

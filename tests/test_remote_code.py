@@ -25,13 +25,10 @@ TRAVELLING = (
     "devices_eagle3.py",
     "draft_model_eagle3.py",
     "drafter_eagle3.py",
-    "embedding_eagle3.py",
-    "loading_eagle3.py",
     "lookup_eagle3.py",
     "modeling_eagle3.py",
     "outputs_eagle3.py",
     "policy_eagle3.py",
-    "slots_eagle3.py",
     "target_eagle3.py",
     "text_eagle3.py",
     "tree_eagle3.py",
@@ -197,8 +194,8 @@ AT_IMPORT = {
 # Calls that could reach files, other code or processes, by the function that they are in.
 REACHING = {
     # Reads what transformers reads, before it does.
-    ("loading_eagle3.py", "read_config", "cached_file"),
-    ("loading_eagle3.py", "read_config", "loads"),
+    ("draft_model_eagle3.py", "read_config", "cached_file"),
+    ("draft_model_eagle3.py", "read_config", "loads"),
     ("draft_model_eagle3.py", "save_pretrained", "mkdir"),
     ("draft_model_eagle3.py", "save_pretrained", "write_text"),
     ("auto_eagle3.py", "installed_module", "import_module"),  # the package itself

@@ -30,10 +30,9 @@ from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.baselines import BASELINES
 from hf_eagle3.remote_code import verify_eagle3
 from hf_eagle3.remote_code.cache_eagle3 import has_keys, with_room
-from hf_eagle3.remote_code.drafter_eagle3 import Drafter
+from hf_eagle3.remote_code.drafter_eagle3 import Drafter, can_be_captured
 from hf_eagle3.remote_code.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES
 from hf_eagle3.remote_code.policy_eagle3 import StaticPolicy
-from hf_eagle3.remote_code.slots_eagle3 import can_be_captured
 from hf_eagle3.remote_code.tree_eagle3 import Plan
 from hf_eagle3.remote_code.verify_eagle3 import Verifier
 
@@ -397,7 +396,7 @@ def test_walks_at_once_do_not_process_scores_that_are_not_visited(waiting_host, 
 @pytest.fixture
 def graphs(monkeypatch, waiting_host):
     """As on a CUDA device, where the draft is captured, and what static caches keep."""
-    for module in ("cache", "decoding", "slots"):
+    for module in ("cache", "decoding", "drafter"):
         monkeypatch.setattr(f"hf_eagle3.remote_code.{module}_eagle3.captures_graphs", lambda device: True)
     for name, value in SIMULATION.items():
         monkeypatch.setattr(name, value)
@@ -465,7 +464,7 @@ def test_graphs_that_are_not_kept(graphs, target, monkeypatch, what):
     if what == "autocast":  # it frees the weights that it has cast
         monkeypatch.setattr(torch, "is_autocast_enabled", lambda device="cpu": device == "cuda")
     elif what == "large":
-        monkeypatch.setattr("hf_eagle3.remote_code.slots_eagle3.MOST_BYTES", 2**10)
+        monkeypatch.setattr("hf_eagle3.remote_code.drafter_eagle3.MOST_BYTES", 2**10)
     else:
         weight = draft.norm.weight.detach().as_subclass(type("Quantized", (torch.Tensor,), {}))
         draft.norm.weight = torch.nn.Parameter(weight, requires_grad=False)
@@ -475,7 +474,7 @@ def test_graphs_that_are_not_kept(graphs, target, monkeypatch, what):
 
 
 def test_the_smallest_of_many_graphs_is_dropped(graphs, target, monkeypatch):
-    monkeypatch.setattr("hf_eagle3.remote_code.slots_eagle3.MOST_KEPT", 2)
+    monkeypatch.setattr("hf_eagle3.remote_code.drafter_eagle3.MOST_KEPT", 2)
     draft, numbers = make_draft(target, PROMPTS), []
     draft.generation_config.tree_policy = "static"
     for num_rows in (2, 3, 1, 4, 3, 4):

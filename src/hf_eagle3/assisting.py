@@ -17,7 +17,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from .remote_code.assistant_eagle3 import CALL_SETTINGS, NOT_SYNCED, hook_method
 from .remote_code.auto_eagle3 import logger
 from .remote_code.cache_eagle3 import check_cache
-from .remote_code.loading_eagle3 import check_embedding
+from .remote_code.draft_model_eagle3 import check_embedding
 from .remote_code.target_eagle3 import check_given_cache, check_target
 
 

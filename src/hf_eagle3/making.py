@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,13 +14,18 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from .config_checks import ROPE_KEYS
 from .remote_code.auto_eagle3 import logger
 from .remote_code.configuration_eagle3 import Eagle3Config, default_aux_layer_ids
-from .remote_code.embedding_eagle3 import Borrowed, gathered, gathered_table, is_packed, look_up, table_of
-from .remote_code.loading_eagle3 import check_is_model, fingerprint, similarity
-from .remote_code.target_eagle3 import device_of, is_sharded
+from .remote_code.draft_model_eagle3 import DraftModel, check_is_model, fingerprint, similarity
+from .remote_code.target_eagle3 import (
+    Borrowed,
+    device_of,
+    gathered,
+    gathered_table,
+    is_packed,
+    is_sharded,
+    look_up,
+    table_of,
+)
 
-
-if TYPE_CHECKING:
-    from .remote_code.draft_model_eagle3 import DraftModel
 
 SPECULATIVE_TOKENS = 6  # the length of the chain that engines such as vLLM draft
 
@@ -46,12 +51,12 @@ NOT_OVERRIDES = {
 
 
 def from_target(
-    cls: "type[DraftModel]",
+    cls: type[DraftModel],
     target: PreTrainedModel,
     draft_token_ids: Sequence[int] | torch.Tensor | None = None,
     num_hidden_layers: int = 1,
     **overrides: Any,
-) -> "DraftModel":
+) -> DraftModel:
     """
     Returns an untrained draft for a loaded target. It takes the target's sizes, rotary embedding, special tokens, dtype
     and rows of `lm_head`.
@@ -91,7 +96,7 @@ def from_target(
 
 
 def set_draft_vocabulary(
-    draft: "DraftModel", draft_token_ids: Sequence[int] | torch.Tensor | None, target: PreTrainedModel
+    draft: DraftModel, draft_token_ids: Sequence[int] | torch.Tensor | None, target: PreTrainedModel
 ) -> None:
     """
     Replaces a draft's vocabulary, and its `lm_head` with the target's rows for these tokens, times the factor of the target's
@@ -161,7 +166,7 @@ def logit_factor(target: PreTrainedModel) -> float:
     return float(getattr(config, "logit_scale", None) or 1) / float(getattr(config, "logits_scaling", None) or 1)
 
 
-def trim_draft_vocabulary(draft: "DraftModel", draft_token_ids: Sequence[int] | torch.Tensor) -> None:
+def trim_draft_vocabulary(draft: DraftModel, draft_token_ids: Sequence[int] | torch.Tensor) -> None:
     """
     Removes tokens from a draft's vocabulary. The others keep their trained rows of `lm_head`, and so their logits. The idea is
     FR-Spec's (https://huggingface.co/papers/2502.14856, section 3): a small head takes less time, and a target seldom writes
@@ -195,7 +200,7 @@ def resize_head(head: nn.Linear, num_rows: int) -> None:
     head.out_features = num_rows
 
 
-def store_draft_vocabulary(draft: "DraftModel", token_ids: torch.Tensor) -> None:
+def store_draft_vocabulary(draft: DraftModel, token_ids: torch.Tensor) -> None:
     """Stores the vocabulary in a draft's configuration and buffers. The ids ascend."""
     draft.config.draft_vocab_size = len(token_ids)
     for name in ("d2t", "t2d"):
@@ -209,7 +214,7 @@ def store_draft_vocabulary(draft: "DraftModel", token_ids: torch.Tensor) -> None
         draft.d2t = draft.t2d = None
 
 
-def meet_target(draft: "DraftModel", target: PreTrainedModel) -> None:
+def meet_target(draft: DraftModel, target: PreTrainedModel) -> None:
     """Checks the table of a draft of another format, and gives it a head if it stores none. Unpacks it if it is packed."""
     if hasattr(draft, "ct_decompress_hook"):  # of compressed-tensors, before a `forward` that decoding does not call
         draft._forward_pre_hooks[draft.ct_decompress_hook.id](draft, ())
@@ -218,7 +223,7 @@ def meet_target(draft: "DraftModel", target: PreTrainedModel) -> None:
         borrow_head(draft, target)
 
 
-def check_table(draft: "DraftModel", target: PreTrainedModel) -> None:
+def check_table(draft: DraftModel, target: PreTrainedModel) -> None:
     """Warns if a draft that does not know its target stores an embedding table that is unrelated to the target's."""
     if not draft.config.has_own_embed_tokens or draft.config.verifier_fingerprint is not None:
         return
@@ -235,7 +240,7 @@ def check_table(draft: "DraftModel", target: PreTrainedModel) -> None:
         )
 
 
-def borrow_head(draft: "DraftModel", target: PreTrainedModel) -> None:
+def borrow_head(draft: DraftModel, target: PreTrainedModel) -> None:
     """
     Copies the target's head for the draft vocabulary into a draft that stores none, unless it did so before. Raises
     `ValueError` if the head has another width, too few rows, or is offloaded.
@@ -259,7 +264,7 @@ def borrow_head(draft: "DraftModel", target: PreTrainedModel) -> None:
     draft._borrowed_head, draft._borrowed_version = Borrowed([weakref.ref(head)]), own.weight._version
 
 
-def pair_with(draft: "DraftModel", target: PreTrainedModel) -> None:
+def pair_with(draft: DraftModel, target: PreTrainedModel) -> None:
     """
     Stores in a draft's configuration which target it is for. Some formats do not say it, and vLLM requires it. How tokens
     are proposed stays as it is, if the draft says it. Raises what [`~Eagle3ForSpeculation.validate_target`] raises.

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from logging import LogRecord
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.utils import logging
@@ -17,26 +17,23 @@ from transformers.utils import logging
 from .file_checks import check_files, read_json
 from .remote_code.auto_eagle3 import logger
 from .remote_code.configuration_eagle3 import default_aux_layer_ids
-from .remote_code.loading_eagle3 import check_loading_info
+from .remote_code.draft_model_eagle3 import DraftModel, check_loading_info
 from .tensor_names import find, our_names
 
-
-if TYPE_CHECKING:
-    from .remote_code.draft_model_eagle3 import DraftModel
 
 # The target's, with which `speculators` trains. Some converters store them.
 OF_TARGET = {"verifier_lm_head.weight", "verifier_norm.weight"}
 
 
 def read_draft(
-    cls: "type[DraftModel]",
-    read: Callable[..., tuple["DraftModel", dict[str, Any]]],
+    cls: type[DraftModel],
+    read: Callable[..., tuple[DraftModel, dict[str, Any]]],
     path: str | Path | None,
     args: tuple,
     kwargs: dict[str, Any],
     hub_kwargs: dict[str, Any],
     may_be_adapter: bool = True,
-) -> tuple["DraftModel", dict[str, Any], dict[str, Any] | None]:
+) -> tuple[DraftModel, dict[str, Any], dict[str, Any] | None]:
     """
     Reads a draft of any format, of this class `cls`.
 
@@ -78,14 +75,14 @@ def read_draft(
 
 
 def read_adapter(
-    cls: "type[DraftModel]",
-    read: Callable[..., tuple["DraftModel", dict[str, Any]]],
+    cls: type[DraftModel],
+    read: Callable[..., tuple[DraftModel, dict[str, Any]]],
     source: str,
     args: tuple,
     kwargs: dict[str, Any],
     hub_kwargs: dict[str, Any],
     of_adapter: dict[str, Any],
-) -> tuple["DraftModel", dict[str, Any], dict[str, Any] | None]:
+) -> tuple[DraftModel, dict[str, Any], dict[str, Any] | None]:
     """
     Reads the draft of any format that an adapter names, and loads the adapter `source` into it. See [`read_draft`]. Raises
     `ValueError` or `OSError` if the draft is not where the adapter says.
@@ -106,18 +103,18 @@ def read_adapter(
     return draft, info, content
 
 
-def load_adapter(draft: "DraftModel", source: str, hub_kwargs: dict[str, Any]) -> None:
+def load_adapter(draft: DraftModel, source: str, hub_kwargs: dict[str, Any]) -> None:
     """Loads an adapter into a draft. Raises `ValueError` if its tensors are not those that its configuration describes."""
     check_loading_info(draft.load_adapter(source, adapter_kwargs=hub_kwargs).to_dict(), source)
 
 
 def read_and_mend(
-    read: Callable[..., tuple["DraftModel", dict[str, Any]]],
+    read: Callable[..., tuple[DraftModel, dict[str, Any]]],
     kwargs: dict[str, Any],
     source: str,
     content: dict[str, Any] | None,
     **hub_kwargs: Any,
-) -> tuple["DraftModel", dict[str, Any]]:
+) -> tuple[DraftModel, dict[str, Any]]:
     """
     Reads a draft by transformers' means, and mends what others leave out: a head, a `t2d`, the order of the tokens, our names
     of tensors, and whether a table is stored.
@@ -191,7 +188,7 @@ def fields_among(kwargs: dict[str, Any], config: Any) -> set[str]:
     return {name for name in kwargs.keys() - loading if hasattr(config, name)}
 
 
-def sort_tokens(draft: "DraftModel", info: dict[str, Any]) -> None:
+def sort_tokens(draft: DraftModel, info: dict[str, Any]) -> None:
     """
     Sorts a loaded draft's tokens by their ids, with the rows of its head. Model-Optimizer writes them in order of
     frequency, and converters copy that. Some write ids into `d2t` instead of offsets. A mapping with doubles or unknown
@@ -227,7 +224,7 @@ def sort_tokens(draft: "DraftModel", info: dict[str, Any]) -> None:
             weight.data = weight.data[order]
 
 
-def check_order(draft: "DraftModel", source: str | Path) -> None:
+def check_order(draft: DraftModel, source: str | Path) -> None:
     """Warns if a draft names layers of its target twice, or in another order than the target computes them."""
     ids = draft.config.eagle_aux_hidden_state_layer_ids or []
     if ids == sorted(set(ids)):
@@ -241,7 +238,7 @@ def check_order(draft: "DraftModel", source: str | Path) -> None:
     )
 
 
-def check_num_states(draft: "DraftModel", info: dict[str, Any], source: str | Path) -> None:
+def check_num_states(draft: DraftModel, info: dict[str, Any], source: str | Path) -> None:
     """
     Raises `ValueError` if `fc` reads another number of the target's states than the configuration names. Some trainers also
     name the last layer, whose state is only a reference in training.
@@ -262,7 +259,7 @@ def check_num_states(draft: "DraftModel", info: dict[str, Any], source: str | Pa
     )
 
 
-def check_layer_ids(draft: "DraftModel") -> None:
+def check_layer_ids(draft: DraftModel) -> None:
     """Warns if a draft of the speculators format has the usual ids of outputs of layers, which a converter may have kept."""
     ids = draft.config.eagle_aux_hidden_state_layer_ids or [0]
     depth = ids[-1] + 4  # of a target for which they would be the usual ones
@@ -299,7 +296,7 @@ def d2t_of(t2d: torch.Tensor) -> torch.Tensor:
     return token_ids - torch.arange(len(token_ids), device=token_ids.device)
 
 
-def mend_mapping(draft: "DraftModel", info: dict[str, Any], source: str | Path, **kwargs: Any) -> None:
+def mend_mapping(draft: DraftModel, info: dict[str, Any], source: str | Path, **kwargs: Any) -> None:
     """
     Completes the vocabulary mapping of a loaded draft as other readers do. It derives a `t2d` or `d2t` that is not stored, and
     ignores a mapping without effect beside the whole vocabulary. What it mends leaves `info`, transformers' report of missing
@@ -335,7 +332,7 @@ def is_neutral_mapping(name: str, mapping: torch.Tensor) -> bool:
     return not mapping.any() or torch.equal(mapping.long(), torch.arange(len(mapping), device=mapping.device))
 
 
-def check_draft_vocabulary(draft: "DraftModel", source: str | Path) -> None:
+def check_draft_vocabulary(draft: DraftModel, source: str | Path) -> None:
     """Raises `ValueError` if `d2t` and `t2d` do not describe one part of the target's vocabulary."""
     if draft.d2t is None or draft.t2d is None or draft.d2t.is_meta:
         return

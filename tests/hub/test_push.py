@@ -22,7 +22,7 @@ from hf_eagle3.checkpoints import export
 from hf_eagle3.evaluation import BenchmarkResults
 from hf_eagle3.hub import push_draft, repo_name
 from hf_eagle3.making import FORMS
-from hf_eagle3.remote_code.loading_eagle3 import weights_digest
+from hf_eagle3.remote_code.draft_model_eagle3 import weights_digest
 
 
 REPO = "me/tiny-speculator.eagle3"

@@ -46,7 +46,7 @@ from hf_eagle3 import Eagle3ForSpeculation, Eagle3TrainingArguments
 from hf_eagle3.data.nulls import without_nulls
 from hf_eagle3.data.rows import read_row
 from hf_eagle3.hub import write_draft
-from hf_eagle3.remote_code.loading_eagle3 import weights_digest
+from hf_eagle3.remote_code.draft_model_eagle3 import weights_digest
 from hf_eagle3.training.parser import Eagle3Parser
 
 

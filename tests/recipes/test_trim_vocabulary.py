@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints import export
-from hf_eagle3.remote_code.loading_eagle3 import weights_digest
+from hf_eagle3.remote_code.draft_model_eagle3 import weights_digest
 
 
 def test_trimming(tmp_path, tokenizer, run_recipe, caplog):

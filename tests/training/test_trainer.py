@@ -34,7 +34,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments, assist
 from hf_eagle3.baselines import BASELINES
-from hf_eagle3.remote_code.loading_eagle3 import weights_digest
+from hf_eagle3.remote_code.draft_model_eagle3 import weights_digest
 from hf_eagle3.training import ttt
 from hf_eagle3.training.checkpoint import what_is_broken
 from hf_eagle3.training.record import training_record

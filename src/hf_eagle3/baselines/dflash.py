@@ -23,8 +23,7 @@ from ..remote_code.accept_eagle3 import Sampler
 from ..remote_code.attention_eagle3 import additive_mask
 from ..remote_code.devices_eagle3 import on_device, reads_without_sync
 from ..remote_code.draft_model_eagle3 import DraftModel
-from ..remote_code.drafter_eagle3 import Drafter
-from ..remote_code.embedding_eagle3 import table_of
+from ..remote_code.drafter_eagle3 import Drafter, Slots
 from ..remote_code.modeling_eagle3 import (
     Eagle3Attention,
     Eagle3Head,
@@ -32,7 +31,7 @@ from ..remote_code.modeling_eagle3 import (
     Eagle3RMSNorm,
     Eagle3RotaryEmbedding,
 )
-from ..remote_code.slots_eagle3 import Slots
+from ..remote_code.target_eagle3 import table_of
 from ..remote_code.text_eagle3 import right_index
 from ..remote_code.tree_eagle3 import DraftTree, GenerationCall, Plan
 from ..tensor_names import HUB_ARGUMENTS, find

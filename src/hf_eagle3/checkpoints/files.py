@@ -20,7 +20,7 @@ from ..environment import public_name
 from ..file_checks import read_file, read_index, read_json
 from ..remote_code.auto_eagle3 import logger
 from ..remote_code.configuration_eagle3 import DRAFT_KEYS
-from ..remote_code.embedding_eagle3 import FLOATS
+from ..remote_code.target_eagle3 import FLOATS
 from ..tensor_names import WEIGHT_FILES, check_is_reachable, find, weights_file, with_variant
 
 

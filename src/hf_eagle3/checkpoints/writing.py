@@ -7,8 +7,7 @@ import torch
 
 from ..config_checks import ROPE_KEYS
 from ..remote_code.configuration_eagle3 import FLAGS
-from ..remote_code.draft_model_eagle3 import DraftModel
-from ..remote_code.loading_eagle3 import fingerprint, similarity
+from ..remote_code.draft_model_eagle3 import DraftModel, fingerprint, similarity
 from .keys import EXACT_IDS, LAYER_KEYS, TOKEN_KEYS
 
 

@@ -12,10 +12,9 @@ from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel, 
 
 from ..remote_code import decoding_eagle3, verify_eagle3
 from ..remote_code.cache_eagle3 import TreeCache
-from ..remote_code.drafter_eagle3 import Drafter
+from ..remote_code.drafter_eagle3 import Drafter, Slots
 from ..remote_code.lookup_eagle3 import PromptLookup
 from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation
-from ..remote_code.slots_eagle3 import Slots
 from ..remote_code.verify_eagle3 import Verifier
 from .benchmark import synchronize
 from .results import markdown_table

@@ -11,7 +11,7 @@ from ..environment import is_missing_folder
 from ..evaluation import BenchmarkResults, plot_all
 from ..file_checks import read_json
 from ..files import write_atomically
-from ..remote_code.loading_eagle3 import weights_digest
+from ..remote_code.draft_model_eagle3 import weights_digest
 from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation
 from ..tensor_names import find
 

@@ -14,11 +14,10 @@ from .accept_eagle3 import ROW_WISE, Sampler, accept, is_one_of
 from .cache_eagle3 import is_user_defined
 from .configuration_eagle3 import tree_settings
 from .devices_eagle3 import CUDNN_ATTENTION, captures_graphs, reads_without_sync
-from .embedding_eagle3 import gathered_table, table_of
 from .lookup_eagle3 import PromptLookup
 from .outputs_eagle3 import Eagle3GenerationStats, Eagle3Step, ReturnedOutputs, TreeOutputs
 from .policy_eagle3 import CallKind, Policy, Sizing, StaticPolicy, policies_of
-from .target_eagle3 import check_call, depends_on_length, is_sharded, may_select_rows
+from .target_eagle3 import check_call, depends_on_length, gathered_table, is_sharded, may_select_rows, table_of
 from .text_eagle3 import SampleArguments, Text, pad_token_of
 from .tree_eagle3 import Accepted, DraftTree, GenerationCall, Plan, Proposer, check_tree
 from .verify_eagle3 import Verifier

@@ -25,9 +25,8 @@ from ..data.checks import row_lengths
 from ..environment import public_name
 from ..file_checks import read_json
 from ..files import UNFINISHED, write_atomically
-from ..remote_code.embedding_eagle3 import table_of
-from ..remote_code.loading_eagle3 import fingerprint
-from ..remote_code.target_eagle3 import device_of, is_sharded
+from ..remote_code.draft_model_eagle3 import fingerprint
+from ..remote_code.target_eagle3 import device_of, is_sharded, table_of
 from .arguments import Eagle3TrainingArguments
 from .target_states import TargetStates
 

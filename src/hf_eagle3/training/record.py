@@ -19,7 +19,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME
 from ..environment import environment, public_name, what_differs, without_paths
 from ..hub.records import TRAINING_RECORD
 from ..remote_code.configuration_eagle3 import Eagle3Config
-from ..remote_code.loading_eagle3 import similarity, weights_digest
+from ..remote_code.draft_model_eagle3 import similarity, weights_digest
 
 
 if TYPE_CHECKING:
