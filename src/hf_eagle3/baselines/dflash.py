@@ -59,12 +59,13 @@ class DFlashConfig(BaselineConfig):
 
     Args:
         block_size (`int`, *optional*, defaults to `16`):
-            Tokens of a block: the known one, and the masks after it. A draft proposes [`num_drafted`] tokens.
+            Tokens of a block: the known one, and the masks after it. A draft proposes `num_drafted` tokens: one less, or as many with
+            `sample_from_anchor`.
         sample_from_anchor (`bool`, *optional*, defaults to `False`):
             Whether each token of the block, the known one too, predicts the token after it, as in DSpark. Otherwise each mask
             predicts the token in its place.
         markov_rank (`int`, *optional*, defaults to `0`):
-            Rank of the Markov head ([`MarkovHead`]). 0 leaves it out.
+            Rank of the Markov head (`MarkovHead`). 0 leaves it out.
         is_causal (`bool`, *optional*):
             Whether a token of the block attends only to those before it (JetSpec), or to all (DFlash). `None` makes
             the layers with sliding windows causal, and the others not, as z-lab's code and vLLM do.
