@@ -23,6 +23,7 @@ from conftest import (
     make_target,
     oracle_of,
 )
+from peft import LoraConfig, get_peft_model
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -740,8 +741,12 @@ def test_beams_ignore_the_assistant_as_transformers_does(target, draft):
     prompt = make_prompt(5)
     expected = generate(target, prompt, num_beams=3)
     draft = copy.deepcopy(draft)
-    assert torch.equal(generate(target, prompt, num_beams=3, assistant_model=draft), expected)
-    assert draft.last_generation is None
+    wrapped = get_peft_model(copy.deepcopy(draft), LoraConfig(target_modules=["fc"]))
+    for each in (draft, wrapped):
+        generate(target, prompt, assistant_model=each)
+        assert each.last_generation is not None
+        assert torch.equal(generate(target, prompt, num_beams=3, assistant_model=each), expected)
+        assert each.last_generation is None
 
 
 def test_targets_that_cannot_be_verified_in_a_tree(draft):

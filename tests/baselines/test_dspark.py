@@ -13,7 +13,8 @@ from block_checkpoints import (
     states_of,
     write_checkpoint,
 )
-from conftest import assert_same_text, generate, make_baseline, make_batch, make_prompt, make_target
+from conftest import assert_same_text, features_of, generate, make_baseline, make_batch, make_prompt, make_target
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, Qwen3Config
 
@@ -21,6 +22,7 @@ from hf_eagle3.baselines import DFlashConfig, DFlashForSpeculation
 from hf_eagle3.baselines.block_tree import grow_markov_tree
 from hf_eagle3.evaluation.drafts import load_draft, method_of
 from hf_eagle3.remote_code.tree_eagle3 import Plan, Prices
+from hf_eagle3.training.ttt import draft_loss
 
 
 RANK = 4
@@ -109,7 +111,7 @@ def test_published_layouts(tmp_path, kind, has_own):
     draft.save_pretrained(tmp_path / "saved")
     saved = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert saved["architectures"] == ["Qwen3DSparkModel"] and saved["sample_from_anchor"] is from_anchor
-    assert saved["target_layer_ids"] == [0, 2] and not saved["enable_confidence_head"]
+    assert saved["target_layer_ids"] == [0, 2] and not saved["enable_confidence_head"] and "dflash_config" not in saved
     for each in (draft, AutoModel.from_pretrained(tmp_path / "saved").eval()):
         each.borrow_embeddings(target)
         each.validate_target(target)
@@ -182,13 +184,35 @@ def test_a_tree_has_the_probabilities_of_its_paths():
             torch.testing.assert_close(tree.confidences[row, node], expected)
 
 
-def test_levels_cost_nothing():
-    """Their price is that of a pass, which is over."""
+@pytest.mark.parametrize(("price", "expected"), [(0.1, [0, 1, 1, 1]), (100.0, [0, 1])])
+def test_levels_have_a_price(price, expected):
+    """Each one reads a large matrix."""
     logits = torch.zeros(1, 3, 4)
     logits[..., 1] = 9.0
-    plan = Plan("draft", 3, 6, 2, Prices(100.0, [0.5 * num for num in range(7)], [True]))
+    plan = Plan("draft", 3, 6, 2, Prices(price, [0.5 * num for num in range(7)], [True]))
     tree = grow_markov_tree(torch.tensor([[0]]), logits, lambda tokens: torch.zeros(1, 1, 4), None, plan)
-    assert tree.tokens.tolist() == [[0, 1, 1, 1]]
+    assert tree.tokens.tolist() == [expected]
+    assert not make_baseline("dspark", make_target("llama")).drafts_in_one_pass
+
+
+def test_another_vocabulary_begins_anew():
+    target = make_target("llama")
+    draft = make_baseline("dspark", target, draft_token_ids=range(5, 45))
+    before = draft.markov_head.markov_w2.weight.clone()
+    draft.set_draft_vocabulary(range(50, 90), target)
+    assert not (draft.markov_head.markov_w2.weight == before).any()
+
+
+def test_adapters_learn(tmp_path):
+    """Those of the Markov head, too."""
+    target = make_target("llama")
+    draft = make_baseline("dspark", target)
+    draft.borrow_embeddings(target)
+    batch = features_of(target, draft, make_prompt(12, batch_size=2))
+    get_peft_model(draft, LoraConfig(target_modules=["markov_w2", "fc"]))
+    draft_loss(draft, batch, BLOCK).loss_sums.sum().backward()
+    learned = [name for name, weight in draft.named_parameters() if weight.grad is not None and weight.grad.any()]
+    assert {name.split(".lora_B")[0] for name in learned if "lora_B" in name} == {"markov_head.markov_w2", "fc"}
 
 
 @pytest.mark.parametrize("is_sorted", [False, True])
@@ -229,6 +253,31 @@ def test_tokens_added_to_the_target_later():
     settings = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
     assert assert_same_text(target, draft, make_batch([9, 5]), **settings).plain_steps < 5
     assert (generate(target, make_batch([9, 5]), **settings) >= 96).any()
+
+
+@pytest.mark.parametrize(
+    ("config", "num_drafted"),
+    [
+        ({**ZLAB_CONFIG, "markov_rank": 0}, BLOCK - 1),
+        ({**ZLAB_CONFIG, "dflash_config": {**ZLAB_CONFIG["dflash_config"], "markov_rank": None}}, BLOCK - 1),
+        ({**ZLAB_CONFIG, "sample_from_anchor": True}, BLOCK),
+        ({**DEEPSPEC_CONFIG, "markov_rank": 0, "dspark_bonus_anchor": True}, BLOCK - 1),
+        ({**DEEPSPEC_CONFIG, "markov_rank": 0, "dspark_bonus_anchor": False}, BLOCK),
+    ],
+)
+def test_where_a_block_begins_to_draft(tmp_path, config, num_drafted):
+    """DFlash behind the known token, unless its configuration says otherwise."""
+    draft = AutoModel.from_pretrained(write_checkpoint(tmp_path, config))
+    assert draft.markov_head is None and draft.config.num_drafted == num_drafted
+
+
+@pytest.mark.parametrize("changes", [{"mask_token_id": 4}, {"target_layer_ids": [0, 1]}, {"is_causal": True}])
+def test_a_saved_configuration_that_was_changed(tmp_path, changes):
+    make_baseline("dspark", make_target("llama")).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**saved, **changes}))
+    with pytest.raises(ValueError, match="This config.json is not what was saved"):
+        AutoModel.from_pretrained(tmp_path)
 
 
 def test_dflash_of_deepspec(tmp_path):

@@ -406,6 +406,8 @@ def test_positions_beyond_a_table(tokenizer, tmp_path):
 
     with pytest.raises(ValueError, match="table of 32 positions, but 2 of 2 rows .*Pass `max_length=32`"):
         make(80, max_length=100)
+    with pytest.raises(ValueError, match="rows of the train data may be longer .*Pass `max_length=32`"):
+        make(24, max_length=48, packing=True, packing_strategy="wrapped")
     trainer = make(24, max_length=100)
     trainer.train()
     assert trainer.evaluate(Dataset.from_list([{"input_ids": [5, 6, 7, 8] * 8}]))["eval_acceptance_length"] >= 1
@@ -436,6 +438,9 @@ def test_texts_that_are_longer_than_the_targets(tokenizer, tmp_path, caplog, str
         who = "1 rows of the train data so far" if stream else "1 of 2 rows of the train data (up to 20 tokens)"
         assert f"{who} are longer than 16 tokens, the longest texts" in said(max_length=max_length)
     assert "longest texts" not in said(max_length=16)
+    if not stream:
+        wrapped = said(max_length=24, packing=True, packing_strategy="wrapped")
+        assert "The train data is packed into rows of 24 tokens, which are longer than 16 tokens" in wrapped
     target.config.rope_parameters = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
     assert "longest texts" not in said(max_length=100)
 

@@ -104,6 +104,7 @@ def test_a_block_draft_learns_by_the_loss_of_its_evaluation(tmp_path, tokenizer)
     """It draws some of the rows, whose weighted loss stands for all of them."""
     target = make_trainer(tmp_path, tokenizer).model
     learner = DraftLearner(target, make_block_draft("dflash", target), 0.0, 5, 0.8)
+    assert not any(weight is learner.draft.lm_head.weight for weight in learner.weights)  # it is the target's
     prompt = make_prompt(200)
     for _ in range(8):
         with learner.listening():

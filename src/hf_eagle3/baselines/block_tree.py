@@ -60,14 +60,13 @@ def grow_markov_tree(
     """
     Returns the tree of a draft whose distributions are corrected by the token before (DSpark,
     https://huggingface.co/papers/2607.05147). The paper drafts a chain. A tree grows level by level as EAGLE-2's,
-    without another pass of the draft: see [`~tree_eagle3.grow_tree`], also for `threshold`, `power` and `guess`.
+    without another pass of the draft's layers: see [`~tree_eagle3.grow_tree`], also for `threshold`, `power` and `guess`.
     """
 
     def advance(tokens: torch.Tensor, states: torch.Tensor, level: int, visible: torch.Tensor | None = None) -> tuple:
         return logits[:, level, None] + markov_head(tokens), states
 
-    prices = None if plan.prices is None else plan.prices._replace(level=0.0)  # depth costs next to nothing
-    plan = plan._replace(depth=min(plan.depth, logits.shape[1]), prices=prices)
+    plan = plan._replace(depth=min(plan.depth, logits.shape[1]))
     states = logits.new_empty(len(logits), 0)  # the head reads none
     of_children, _ = advance(root_tokens, states, 0)  # (B, 1, V)
     return grow_tree(root_tokens, of_children[:, 0], states, advance, token_ids, plan, threshold, power, guess)

@@ -234,7 +234,6 @@ class DFlashForSpeculation(BaselineDraft):
     """
 
     config_class = DFlashConfig
-    drafts_in_one_pass = True
     frozen_modules = ("embed_tokens", "lm_head")
     # Blocks in each text of a training batch, by its tokens. The DFlash paper draws 512 in texts of 3072 tokens.
     BLOCK_SHARE = 1 / 6
@@ -258,6 +257,7 @@ class DFlashForSpeculation(BaselineDraft):
         self.norm = Eagle3RMSNorm(size, eps=eps)
         self.lm_head: nn.Linear = Eagle3Head(size, config.draft_vocab_size, bias=False)
         self.markov_head = MarkovHead(config) if config.markov_rank > 0 else None
+        self.drafts_in_one_pass = self.markov_head is None  # which reads a large matrix for each level
         self.rotary_emb = Eagle3RotaryEmbedding(layer_config)
         self.generation_config.tree_depth = config.num_drafted  # as deep as the block allows
         self.post_init()
@@ -349,9 +349,9 @@ class DFlashForSpeculation(BaselineDraft):
             )
 
     def set_output_embeddings(self, head: nn.Linear) -> None:
-        """Sets the head. If it has another number of tokens, the Markov head begins anew for them."""
+        """Sets the head. The Markov head begins anew for its tokens."""
         self.lm_head = head
-        if self.markov_head is not None and self.markov_head.markov_w2.out_features != head.out_features:
+        if self.markov_head is not None:
             resize_head(self.markov_head.markov_w2, head.out_features)
             self._init_weights(self.markov_head.markov_w2)
 
@@ -516,12 +516,13 @@ class DFlashForSpeculation(BaselineDraft):
         weight = None if tokens is None else self.lm_head.weight.index_select(0, tokens)
         if self.markov_head is None:
             return partial(self.logits_of, weight=weight)
-        of_markov: torch.Tensor = self.markov_head.markov_w2.weight
-        of_markov = of_markov if tokens is None else of_markov.index_select(0, tokens)
+        of_markov: Any = self.markov_head.markov_w2  # with an adapter, if it has one
+        if tokens is not None:
+            of_markov = partial(F.linear, weight=of_markov.weight.index_select(0, tokens))
 
         def logits_of(states: torch.Tensor) -> torch.Tensor:
             states, features = states.tensor_split([self.lm_head.in_features], dim=-1)
-            return self.logits_of(states, weight) + F.linear(features, of_markov)
+            return self.logits_of(states, weight) + of_markov(features)
 
         return logits_of
 

@@ -32,7 +32,7 @@ FACTORS = ("input_embedding_scale", "output_multiplier", "final_logit_softcappin
 BLOCK_KEYS = ("block_size", "mask_token_id", *FACTORS)
 CAUSAL_KEYS = ("is_causal", "causal", "causal_head")  # z-lab's and vLLM's names, and JetSpec's
 # Keys of DSpark, in z-lab's places, in `dspark_config`, or in the schema of `speculators`; and those that decoding here does not need.
-DSPARK_KEYS = ("sample_from_anchor", "markov_rank", "markov_head_type")
+DSPARK_KEYS = ("sample_from_anchor", "dspark_bonus_anchor", "markov_rank", "markov_head_type")
 NEUTRAL_DSPARK_KEYS = ("enable_confidence_head", "confidence_head_alpha", "confidence_head_with_markov", "num_anchors")
 # What drafts of ours add at the top level. Other readers pass over them.
 OUR_KEYS = (
@@ -255,18 +255,24 @@ def dspark_fields(content: dict[str, Any], default_anchor: bool) -> dict[str, An
     another head than the papers' low-rank matrices, or a value is missing.
     """
     names = [*architectures_of(content), content.get("projector_type"), content.get("speculators_model_type")]
-    is_dspark = "dspark" in " ".join(map(str, names)).lower() or "markov_rank" in content
+    is_dspark = "dspark" in " ".join(map(str, names)).lower() or content.get("markov_rank")
     if is_dspark and type(content.get("markov_rank")) is not int:
         raise ValueError(
             f"`markov_rank` of this DSpark draft is {content.get('markov_rank')!r}, but must be a number: that of the columns of "
             "`markov_head.markov_w1.weight`, or 0 if there is none."
         )
-    rank, kind = content.get("markov_rank", 0), content.get("markov_head_type")
+    rank, kind = content.get("markov_rank") or 0, content.get("markov_head_type")
     if rank and kind not in (None, "vanilla"):
         raise ValueError(
             f"This draft has a Markov head of the type {kind!r}, but only 'vanilla' is supported. An engine such as TensorRT-LLM may run it."
         )
-    from_anchor = content.get("sample_from_anchor", is_dspark and default_anchor)
+    from_anchor = content.get("sample_from_anchor")
+    if (
+        from_anchor is None and (has_bonus := content.get("dspark_bonus_anchor")) is not None
+    ):  # vLLM's name for the opposite
+        from_anchor = not has_bonus
+    if from_anchor is None:
+        from_anchor = bool(is_dspark) and default_anchor
     if type(from_anchor) is not bool:
         raise ValueError(f"`sample_from_anchor` is {from_anchor!r}, but must be true or false.")
     return {"sample_from_anchor": from_anchor, "markov_rank": rank}
@@ -373,33 +379,40 @@ def checked_layer_ids(name: str, content: dict[str, Any], first: int = 0) -> lis
 
 
 def flat_form(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns a `config.json` in z-lab's layout, given the fields of a [`DFlashConfig`]."""
+    """
+    Returns a `config.json` in z-lab's layout, given the fields of a [`DFlashConfig`]. For DSpark it is in DeepSpec's, which has all at the
+    top level.
+    """
     layer_ids = [id_ - 1 for id_ in fields["eagle_aux_hidden_state_layer_ids"]]
     dflash = {key: fields[key] for key in BLOCK_KEYS if fields.get(key) is not None}
     causal = {} if fields.get("is_causal") is None else dict.fromkeys(("causal", "causal_head"), fields["is_causal"])
     verifier = ((fields.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
     others = (*TOKEN_KEYS, *OUR_KEYS, "dtype", "transformers_version", "is_causal")
     fields = {**fields, "follows_speculators": fields.get("follows_speculators") or None}  # only where it is so
-    of_dspark = {}
-    if fields["sample_from_anchor"] or fields["markov_rank"]:  # DeepSpec's layout, which has all at the top level
-        of_dspark = {key: fields[key] for key in ("sample_from_anchor", "markov_rank", "mask_token_id")}
-        of_dspark |= {"architectures": ["Qwen3DSparkModel"], "target_layer_ids": layer_ids}
-        of_dspark |= {"enable_confidence_head": False, "markov_head_type": "vanilla"}
+    of_block: dict[str, Any] = {**dflash, **causal, "target_layer_ids": layer_ids}
+    if fields["sample_from_anchor"] or fields["markov_rank"]:
+        of_block |= {key: fields[key] for key in ("sample_from_anchor", "markov_rank")}
+        of_block |= {
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": False,
+            "architectures": ["Qwen3DSparkModel"],
+        }
+    else:
+        of_block = {"dflash_config": of_block}
     content = {
         **{key: value for key, value in fields["transformer_layer_config"].items() if key in LAYER_KEYS},
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "block_size": fields["block_size"],
-        "dflash_config": {**dflash, **causal, "target_layer_ids": layer_ids},
         **{key: fields[key] for key in others if fields.get(key) is not None},
         **({"verifier": verifier} if verifier else {}),
-        **of_dspark,
+        **of_block,
     }
     return {**content, "config_digest": digest_of(content)}
 
 
 def digest_of(content: dict[str, Any]) -> str:
     """SHA-256 of the fields that change what a draft computes, in a `config.json` in z-lab's layout."""
-    names = (*LAYER_KEYS, *OUR_KEYS, *DSPARK_KEYS, "block_size", "dflash_config", "is_causal")
+    names = (*LAYER_KEYS, *OUR_KEYS, *DSPARK_KEYS, *BLOCK_KEYS, *CAUSAL_KEYS, "dflash_config", "target_layer_ids")
     facts = {name: content[name] for name in sorted(names) if name in content and name != "weights_digest"}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

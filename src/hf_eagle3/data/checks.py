@@ -101,10 +101,12 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def check_positions(dataset: Dataset | IterableDataset, num_positions: int, max_length: int | None, name: str) -> None:
+def check_positions(
+    dataset: Dataset | IterableDataset | None, num_positions: int, max_length: int | None, name: str
+) -> None:
     """
-    Raises `ValueError` if a row has more tokens than the target's table of positions has entries, or a row of a stream may have
-    more. Rows are cut, split or dropped beyond `max_length`.
+    Raises `ValueError` if a row has more tokens than the target's table of positions has entries, or a row of a stream, or of texts
+    that are wrapped (`None`), may have more. Rows are cut, split or dropped beyond `max_length`.
     """
     if max_length is not None and max_length <= num_positions:
         return
@@ -121,11 +123,11 @@ def check_positions(dataset: Dataset | IterableDataset, num_positions: int, max_
 
 
 def warn_of_positions(
-    dataset: Dataset | IterableDataset, trained_length: int | None, max_length: int | None, name: str
+    dataset: Dataset | IterableDataset, trained_length: int | None, max_length: int | None, name: str, is_wrapped: bool
 ) -> Dataset | IterableDataset:
     """
-    Warns of rows that are longer than the texts that the target was made for. They are cut beyond `max_length`. The stream that is
-    returned warns as that of [`report_long_rows`].
+    Warns of rows that are longer than the texts that the target was made for. They are cut beyond `max_length`, or wrapped into rows of
+    that length. The stream that is returned warns as that of [`report_long_rows`].
     """
     if trained_length is None or (max_length is not None and max_length <= trained_length):
         return dataset
@@ -133,6 +135,9 @@ def warn_of_positions(
         f"longer than {trained_length} tokens, the longest texts that the target was made for (`max_position_embeddings`), and its states "
         f"beyond may be useless. Pass `max_length={trained_length}`, or less."
     )
+    if is_wrapped:
+        logger.warning(f"The {name} data is packed into rows of {max_length} tokens, which are {why}")
+        return dataset
     if isinstance(dataset, IterableDataset):
         return dataset.filter(LongRows(trained_length, name, why, are_kept=True), input_columns="input_ids")
     lengths = row_lengths(dataset)

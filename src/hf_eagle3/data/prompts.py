@@ -38,7 +38,7 @@ def trained_length(target: PreTrainedModel) -> int | None:
     """
     config = target.config.get_text_config(decoder=True)
     rope, most = getattr(config, "rope_parameters", None), getattr(config, "max_position_embeddings", None)
-    if not rope or most is None:
+    if not rope or most is None or getattr(config, "alibi", False):  # Falcon names rotary positions in any case
         return None
     kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     scaled = [(kind.get("factor") or 1) * (kind.get("original_max_position_embeddings") or most) for kind in kinds]

@@ -93,7 +93,7 @@ class AssistantMixin:
     @property
     def last_generation(self) -> Eagle3GenerationStats | None:
         """Statistics of this thread's last `generate` with this assistant, `None` if it was not used. Without one, of any thread's."""
-        return _IN_THREAD.stats.get(self) or _IN_ANY_THREAD.get(self)
+        return _IN_THREAD.stats[self] if self in _IN_THREAD.stats else _IN_ANY_THREAD.get(self)
 
 
 class ThreadStats(threading.local):
@@ -241,8 +241,8 @@ def generate_with_assistant(generate: Callable, target: Any, /, *args: Any, **kw
     before = assistant.last_generation
     output = generate(target, *args, **kwargs)
     if assistant.last_generation is before:
-        for stats in (_IN_THREAD.stats, _IN_ANY_THREAD):  # of an earlier call
-            stats.pop(assistant, None)
+        draft = getattr(assistant.assisted_decoding, "__self__", assistant)  # within PEFT's wrapper, if it has one
+        _IN_THREAD.stats[draft] = None  # not those of an earlier call
         logger.warning(
             f"`{generate.__name__}` did not use its `assistant_model`, {type(assistant).__name__}. Continuous batching, beam "
             "search, `penalty_alpha`, most `custom_generate`, and an `_assisted_decoding` that is not transformers' own do not "

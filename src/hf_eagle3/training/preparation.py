@@ -194,10 +194,11 @@ def fit_rows(
     # Only batches without padding keep packed documents apart, and `SFTTrainer` would pack rows as if each were one.
     if (packing or not trainer.padding_free) and "seq_lengths" in get_dataset_column_names(dataset):
         dataset = split_documents(dataset, name)
+    is_wrapped = packing and args.packing_strategy == "wrapped"  # into rows of `max_length` tokens, whatever these are
     if trainer.num_positions is not None:
-        check_positions(dataset, trainer.num_positions, args.max_length, name)
-    if "seq_lengths" not in get_dataset_column_names(dataset):  # whose positions begin anew within a row
-        dataset = warn_of_positions(dataset, trained_length(trainer.target_model), args.max_length, name)
+        check_positions(None if is_wrapped else dataset, trainer.num_positions, args.max_length, name)
+    if is_wrapped or "seq_lengths" not in get_dataset_column_names(dataset):  # whose positions begin anew within a row
+        dataset = warn_of_positions(dataset, trained_length(trainer.target_model), args.max_length, name, is_wrapped)
     dataset = drop_cut_images(dataset, args.max_length, name)
     is_split = packing and args.packing_strategy != "bfd"
     fate = (

@@ -120,6 +120,9 @@ class DraftLearner:
         draft.borrow_embeddings(target)
         self.layer_ids = draft.resolve_aux_layer_ids(target)
         self.target_states = TargetStates(target, self.layer_ids)
+        for name in draft.frozen_modules:
+            if getattr(draft, name, None) is not None:
+                getattr(draft, name).requires_grad_(False)
         self.weights = [weight for weight in draft.parameters() if weight.requires_grad]
         # Copies in float32 are trained, because half precision would lose small updates.
         self.masters = [
