@@ -1,12 +1,10 @@
 """What holds on an accelerator, seen on one that is made of a CPU (accelerator_on_cpu.py)."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked import run_forked
 from torch.utils import backend_registration
 from transformers.generation import utils as generation
 
@@ -19,9 +17,7 @@ PROGRAM = Path(__file__).parent / "accelerator_on_cpu.py"
     reason="older torch has no devices written in Python",
 )
 def test_nothing_is_mixed_with_the_host():
-    command = [sys.executable, str(PROGRAM), "gemma3", "qwen3_5", "gemma3:dflash"]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=PROGRAM.parent)
+    result = run_forked(PROGRAM, "gemma3", "qwen3_5", "gemma3:dflash")
     assert result.returncode == 0, result.stderr[-3000:]
     cases = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("[")]
     assert len(cases) == 4 + 3 + 4 + 3 * hasattr(generation, "move_to_device")

@@ -1,13 +1,12 @@
 import argparse
 import io
 import runpy
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import EXPERIMENTS, RECIPES, make_baseline, make_target
+from conftest import RECIPES, make_target
 from huggingface_hub.errors import HTTPError, StrictDataclassError
 
 from hf_eagle3.checkpoints.target import load_on_device
@@ -135,30 +134,3 @@ def test_scripts_print_any_character(monkeypatch):
 def test_commands_are_for_the_shell_of_the_system(monkeypatch, platform, expected):
     monkeypatch.setattr("sys.platform", platform)
     assert command_line(["python", "a b", r"c\d"]) == expected
-
-
-ALONE = """
-import sys
-for name in ("trl", "datasets", "peft", "accelerate", "evaluate", "aiohttp", "matplotlib"):
-    sys.modules[name] = None
-import hf_eagle3
-from transformers import AutoModel
-folder, experiments = sys.argv[1:]
-print(type(AutoModel.from_pretrained(folder)).__name__)
-try:
-    hf_eagle3.Eagle3Trainer
-except ModuleNotFoundError as error:
-    print(error)
-sys.path.insert(0, experiments)
-import gpu_correctness, gpu_steps
-"""
-
-
-def test_what_needs_torch_and_transformers_alone(tmp_path):
-    """Drafts of other methods, and two parts of the report on GPUs."""
-    make_baseline("jetspec", make_target("llama")).save_pretrained(tmp_path)
-    command = [sys.executable, "-c", ALONE, tmp_path, EXPERIMENTS]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-2000:]
-    lines = result.stdout.splitlines()
-    assert lines[0] == "DFlashForSpeculation" and "pip install 'hf-eagle3[train]'" in lines[1]

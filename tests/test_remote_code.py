@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import make_draft, make_prompt, make_target
+from conftest import EXPERIMENTS, make_baseline, make_draft, make_prompt, make_target
+from loopback_hub import sha_of
 
 import hf_eagle3
 
@@ -50,7 +51,7 @@ PathFinder.find_spec = staticmethod(find_unless_blocked)
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
-target_dir, draft_dir, second_dir, *others = sys.argv[1:]
+target_dir, draft_dir, second_dir, repo, commit, *others = sys.argv[1:]
 target = AutoModelForCausalLM.from_pretrained(target_dir)
 prompt = torch.tensor([json.loads(sys.stdin.read())])
 kwargs = {"max_new_tokens": 24, "do_sample": False}
@@ -88,6 +89,13 @@ else:
 for folder in others:
     other = AutoModel.from_pretrained(folder, trust_remote_code=True)
     print(folder.split("/")[-2], getattr(type(other), "OF", "a"))
+import huggingface_hub.constants
+
+huggingface_hub.constants.HF_HUB_OFFLINE = False
+for revision in ("main", commit):
+    pulled = AutoModel.from_pretrained(repo, trust_remote_code=True, revision=revision)
+    assert type(pulled).__module__.startswith("transformers_modules.me.")
+    assert torch.equal(target.generate(prompt, assistant_model=pulled, **kwargs), expected)
 from transformers.pipelines.base import load_assistant_model
 
 target.config.pad_token_id = 7  # not what the draft was saved with
@@ -100,10 +108,10 @@ def files_in(folder):
     return {str(path.relative_to(folder)) for path in folder.rglob("*.py")}
 
 
-def test_saved_draft_generates_without_the_package(tmp_path):
+def test_saved_draft_generates_without_the_package(tmp_path, hub):
     """
-    As it is, as it is saved again by its own code, and by `custom_generate`. Of several folders of one name each runs its
-    own code. All in one process, because importing takes longer.
+    As it is, as it is saved again by its own code, by `custom_generate`, and as it was pushed. Of several folders of one
+    name each runs its own code. All in one process, because importing takes longer.
     """
     target, prompt = make_target("gemma3"), make_prompt(20)
     draft = make_draft(target, [prompt], num_tokens=8)
@@ -113,9 +121,14 @@ def test_saved_draft_generates_without_the_package(tmp_path):
         draft.save_pretrained(tmp_path / name / "draft")
     changed = tmp_path / "b" / "draft" / "draft_model_eagle3.py"
     changed.write_text(changed.read_text().replace("    config_class =", '    OF = "b"\n    config_class ='))
-    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
-    names = ("target", "draft", "second", "a/draft", "b/draft", "a/draft")
-    command = [sys.executable, "-c", SCRIPT, *(str(tmp_path / name) for name in names)]
+    draft.push_to_hub("me/tiny-speculator.eagle3")
+    (_, pushed) = hub.repos["me/tiny-speculator.eagle3"]["main"]  # one commit after the empty one
+    local = {str(path.relative_to(tmp_path / "draft")): path for path in (tmp_path / "draft").rglob("*.*")}
+    assert local.keys() <= pushed.keys() and all(pushed[name] == path.read_bytes() for name, path in local.items())
+    environment = {**os.environ, **hub.environment(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    folders = [str(tmp_path / name) for name in ("target", "draft", "second", "a/draft", "b/draft", "a/draft")]
+    folders[3:3] = ["me/tiny-speculator.eagle3", sha_of(pushed)]
+    command = [sys.executable, "-c", SCRIPT, *folders]
     prompt = json.dumps(prompt[0].tolist())
     result = subprocess.run(command, input=prompt, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -260,6 +273,7 @@ def test_what_the_travelling_code_touches():
 
 IMPORT = """
 import sys
+sys.modules |= dict.fromkeys(["trl", "datasets", "peft", "accelerate", "evaluate", "aiohttp", "matplotlib"])
 import torch
 from transformers import AutoConfig, AutoModel, AttentionInterface, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
@@ -286,33 +300,38 @@ def changed():
 def loaded(*names):
     return [name for name in names if name in sys.modules]
 
+folder, experiments = sys.argv[1:]
 sys.addaudithook(audit)
 import hf_eagle3
 
-assert loaded("trl", "datasets", "hf_eagle3.remote_code", "hf_eagle3.checkpoints") == []
+assert loaded("hf_eagle3.remote_code", "hf_eagle3.checkpoints") == []
 from hf_eagle3 import AssistantMixin
 
 for_assistants = changed()  # without any draft
 from hf_eagle3 import Eagle3ForSpeculation
 
 assert changed() == for_assistants
-assert loaded("trl", "datasets", "hf_eagle3.training") == []
+assert loaded("hf_eagle3.training") == []
 print(reached, changed())
-sys.modules |= {"trl": None, "datasets": None}  # `pip install hf-eagle3` brings neither
+print(type(AutoModel.from_pretrained(folder)).__name__)
 try:
     hf_eagle3.Eagle3Trainer
 except ModuleNotFoundError as error:
     print(error)
+sys.path.insert(0, experiments)
+import gpu_correctness, gpu_steps
 """
 
 
-def test_importing_it_touches_these_methods_and_loads_nothing_heavy():
-    """What training needs is named."""
+def test_importing_it_touches_these_methods_and_needs_torch_and_transformers_alone(tmp_path):
+    """As do drafts of other methods, and two parts of the report on GPUs. What training needs is named."""
+    make_baseline("jetspec", make_target("llama")).save_pretrained(tmp_path)
+    command = [sys.executable, "-c", IMPORT, str(tmp_path), str(EXPERIMENTS)]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    result = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, env=environment)
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr[-2000:]
-    touched, missing = result.stdout.strip().splitlines()[-2:]
-    assert "pip install 'hf-eagle3[train]'" in missing
+    touched, draft, missing = result.stdout.strip().splitlines()[-3:]
+    assert draft == "DFlashForSpeculation" and "pip install 'hf-eagle3[train]'" in missing
     assert touched == (
         "[] ['AutoConfig.from_pretrained', 'GenerationMixin._assisted_decoding', "
         "'GenerationMixin._validate_generation_mode', 'GenerationMixin.generate', 'GenerationMixin.generate_batch', 'sdpa']"
