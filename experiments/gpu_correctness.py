@@ -286,7 +286,7 @@ def measure(args, sections) -> None:
             draft.generation_config.tree_depth = depth
             return check(target, draft, *args, **kwargs)
 
-        few = ("llama", "gemma3, windows", "qwen3_5, recurrent")  # for a rehearsal
+        few = ("gemma3, windows", "qwen3_5, recurrent")  # for a rehearsal
         for name, (kind, _) in FAMILIES.items():
             if args.tiny and name not in few:
                 continue

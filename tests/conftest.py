@@ -9,7 +9,6 @@ import logging
 import os
 import random
 import runpy
-import socket
 import string
 import subprocess
 import sys
@@ -677,15 +676,6 @@ def fsdp2_config(folder) -> Path:
 
 # Runs the script after it with its model sharded.
 FSDP_ON_CPU = Path(__file__).with_name("fsdp_on_cpu.py")
-
-
-def accelerate_launch(folder) -> list:
-    """The command before a script that runs it in two processes, with its model sharded by FSDP2."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    program = Path(sys.executable).with_name("accelerate")
-    return [program, "launch", "--config_file", fsdp2_config(folder), "--main_process_port", port, FSDP_ON_CPU]
 
 
 def run_in_two_processes(kind: str, folder, *command) -> subprocess.CompletedProcess:

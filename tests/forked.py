@@ -44,7 +44,7 @@ def run_all(command, environments: list[dict[str, str]]) -> subprocess.Completed
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, str(number)) for number in range(len(environments))]
         started = [
-            processes.Process(target=run_here, args=(list(map(str, command)), environment, output))
+            processes.Process(target=run_here, args=(command, environment, f"{output}.out", f"{output}.err"))
             for environment, output in zip(environments, outputs)
         ]
         for process in started:
@@ -58,14 +58,14 @@ def run_all(command, environments: list[dict[str, str]]) -> subprocess.Completed
     return subprocess.CompletedProcess(command, code, stdout, stderr)
 
 
-def run_here(command: list[str], environment: dict[str, str], output: Path) -> None:
-    for descriptor, kind in ((1, ".out"), (2, ".err")):
-        os.dup2(os.open(output.with_suffix(kind), os.O_WRONLY | os.O_CREAT), descriptor)
+def run_here(command, environment: dict[str, str], stdout: str, stderr: str) -> None:
+    for descriptor, path in ((1, stdout), (2, stderr)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     faulthandler.enable()  # or nothing would say where a process crashed
     os.environ.update({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | environment)
-    sys.argv = command
-    sys.path.insert(0, str(Path(command[0]).parent))
-    runpy.run_path(command[0], run_name="__main__")
+    sys.argv = list(map(str, command))
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def accelerate_environment(config) -> dict[str, str]:

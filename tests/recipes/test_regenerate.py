@@ -2,9 +2,8 @@
 
 import copy
 import json
-import os
-import subprocess
-import sys
+import multiprocessing
+import signal
 import time
 from datetime import timedelta
 from functools import partial
@@ -24,7 +23,6 @@ from hf_eagle3.data.nulls import without_nulls
 
 
 SCRIPT = RECIPES / "regenerate.py"
-ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 NUM_ROWS = 30
 
 
@@ -39,26 +37,18 @@ def data(tmp_path):
     return path
 
 
-def start(*arguments):
-    command = [sys.executable, SCRIPT, *arguments]
-    return subprocess.Popen(
-        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
-    )
-
-
 def test_a_killed_run_loses_nothing_that_was_finished(tmp_path, data):
     def reply(payload, number):
+        if number == 12:
+            for process in multiprocessing.active_children():
+                process.kill()
         time.sleep(0.1)
         return f"{payload['messages'][0]['content']}, said again"
 
     with chat_server(reply) as (url, requests):
         command = ("--model_name_or_path", "m", "--base_url", url, "--concurrency", 3)
         command += ("--dataset_name", data, "--output_dir", tmp_path / "out")
-        process = start(*command)
-        while len(requests) < 12 and process.poll() is None:
-            time.sleep(0.02)
-        process.kill()
-        process.wait()
+        assert run_forked(SCRIPT, *command).returncode == signal.SIGKILL
         first = len((tmp_path / "out" / "rows-00000.jsonl").read_text().splitlines())
         assert 6 <= first < NUM_ROWS
         result = run_forked(SCRIPT, *command)

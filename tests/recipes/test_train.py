@@ -4,14 +4,12 @@ import gzip
 import io
 import json
 import lzma
-import os
 import random
 import re
 import runpy
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +23,6 @@ import torch
 from accelerate import PartialState
 from conftest import (
     RECIPES,
-    accelerate_launch,
     assert_same_text,
     load_script,
     make_prompt,
@@ -69,9 +66,6 @@ def files(tmp_path_factory, tokenizer):
     for name, rows in (("train", chats), ("test", chats[:6])):
         (folder / "chats" / f"{name}.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in rows))
     return folder
-
-
-ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 def arguments_of(files, output_dir, data="chats", max_steps=4):
@@ -135,23 +129,29 @@ def test_the_draft_that_comes_out(files, evaluated_run, whole_run):
     assert_same_text(target, draft, make_prompt(9))
 
 
+KILLED = """
+import os, random, runpy, signal, sys, threading
+from transformers import PrinterCallback
+
+def on_log(self, args, state, control, **kwargs):
+    if state.global_step == {step}:  # whose checkpoint may be written by then, or half of it, or not at all
+        threading.Timer(random.uniform(0, 0.05), os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+PrinterCallback.on_log = on_log
+sys.path.insert(0, {folder!r})
+runpy.run_path({folder!r} + "/train.py", run_name="__main__")
+"""
+
+
 def test_a_killed_run_goes_on_to_the_same_losses(files, whole_run, tmp_path):
     """Killed after a step that is drawn at random, with a checkpoint at each."""
     settings = (*FRESH, "--per_device_train_batch_size", 4, "--save_steps", 1)
     last_step = random.randint(2, 3)  # so that there is a whole checkpoint
-    command = [sys.executable, "-u", RECIPES / "train.py", *arguments_of(files, tmp_path / "killed"), *settings]
-    process = subprocess.Popen(
-        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=ENVIRONMENT
-    )
-    seen = 0
-    for line in process.stdout:
-        seen += "'loss_per_step'" in line
-        if seen == last_step:
-            process.kill()
-            break
-    process.wait()
-    assert process.returncode == -signal.SIGKILL and not (tmp_path / "killed" / "model.safetensors").exists()
-    resumed = losses(run_forked(*command[2:], "--resume_from_checkpoint", "true"))
+    command = [RECIPES / "train.py", *arguments_of(files, tmp_path / "killed"), *settings]
+    (tmp_path / "killed.py").write_text(KILLED.format(step=last_step, folder=str(RECIPES)))
+    result = run_forked(tmp_path / "killed.py", *command[1:])
+    assert result.returncode == signal.SIGKILL and not (tmp_path / "killed" / "model.safetensors").exists()
+    resumed = losses(run_forked(*command, "--resume_from_checkpoint", "true"))
     assert 4 - last_step <= len(resumed) < 4, last_step
     assert resumed == whole_run[-len(resumed) :], last_step
     ours, theirs = (
@@ -197,12 +197,7 @@ def test_a_terminated_run_does_not_look_finished(files, tmp_path, monkeypatch, r
 def test_two_processes_give_the_losses_of_one(files, evaluated_run, whole_run, kind, tmp_path):
     target = {"ddp, tensor-parallel target": ("--tp_plan", "auto"), "fsdp2, target by FSDP2": ("--fsdp_size", 2)}
     settings = (*FRESH, *EVALUATES, "--per_device_train_batch_size", 2, *target[kind])
-    if kind.startswith("ddp"):
-        result = train_in_two("ddp", files, tmp_path, *settings)
-    else:  # by the program itself
-        command = (RECIPES / "train.py", *arguments_of(files, tmp_path / "out"), *settings)
-        command = map(str, (*accelerate_launch(tmp_path), *command))
-        result = subprocess.run(list(command), capture_output=True, text=True, env=ENVIRONMENT)
+    result = train_in_two(kind.partition(",")[0], files, tmp_path, *settings)
     # Muon orthogonalizes in bfloat16, which turns a rounding difference into one of a few thousandths.
     assert losses(result) == pytest.approx(whole_run, rel=2e-3)
     for name in ("eval_loss_per_step", "eval_acceptance_length"):
