@@ -19,6 +19,7 @@ from pathlib import Path
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+gc.disable()  # imports and collection make little garbage of much that stays
 
 import huggingface_hub.constants  # noqa: E402
 import huggingface_hub.hf_api  # noqa: E402
@@ -48,8 +49,16 @@ from hf_eagle3.remote_code.policy_eagle3 import Policy  # noqa: E402
 from hf_eagle3.training.ttt import TTTBatch, documents_of  # noqa: E402
 
 
+gc.enable()
+
+
+def pytest_collection():
+    gc.disable()
+
+
 def pytest_collection_finish():
     gc.freeze()  # what is imported stays: collections need not look at it again and again
+    gc.enable()
 
 
 ROOT = Path(__file__).parents[1]

@@ -808,7 +808,7 @@ def test_compiled_forward():
         return graph.forward
 
     target.forward = torch.compile(target.forward, backend=backend, dynamic=True)
-    assert max(assert_same_text(target, draft, make_prompt(12)).accepted_lengths) >= 2
+    assert max(assert_same_text(target, draft, make_prompt(12), max_new_tokens=8).accepted_lengths) >= 2
     assert calls
 
 

@@ -48,8 +48,9 @@ def make_trainer(
         "bf16": False,
         "per_device_train_batch_size": 4,
         "warmup_steps": 0,
-        "num_eval_prompts": 3,
-        "eval_max_new_tokens": 10,
+        "ttt_steps": 3,
+        "num_eval_prompts": 1,
+        "eval_max_new_tokens": 6,
         **arguments,
     }
     return trainer_class(

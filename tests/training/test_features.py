@@ -27,6 +27,7 @@ TEXTS = Dataset.from_dict({"text": [f"the {i} of {i * 7}"[: 5 + i] for i in rang
 
 def make_trainer(tmp_path, tokenizer, target, dataset=TEXTS, eval_dataset=None, **arguments):
     arguments = {"max_steps": 4, "learning_rate": 1e-3, "draft_vocab_size": 30, "max_length": 64, **arguments}
+    arguments.setdefault("ttt_steps", 5)
     return trainers.make_trainer(
         tmp_path, tokenizer, dataset=dataset, target=target, eval_dataset=eval_dataset, **arguments
     )
