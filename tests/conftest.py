@@ -488,14 +488,23 @@ def oracle_of(target, inputs, seed: int = 0, method: str = "eagle3", text=None, 
     mask = inputs.get("attention_mask") if isinstance(inputs, dict) else None
     padding = 0 if mask is None else (1 - mask).sum(dim=1, keepdim=True)
     text = generate(target, inputs, seed, **settings) if text is None else text
-    return make_oracle(target, text, seed, padding, method)
+    state = torch.get_rng_state()
+    oracle = make_oracle(target, text, seed, padding, method)
+    oracle.state = state  # of the generator, after the text
+    return oracle
+
+
+def assert_gives_its_text(oracle, target, inputs, seed: int = 0, ours=None, **settings):
+    """[`assert_same_text`] for a draft that [`oracle_of`] made of the same call, which is not repeated."""
+    actual = generate(target, inputs, seed, assistant_model=oracle, **settings, **(ours or {}))
+    assert actual.tolist() == oracle.text.tolist() and torch.equal(torch.get_rng_state(), oracle.state)
+    return oracle.last_generation
 
 
 def assert_an_oracle_gives_the_text(target, inputs, seed: int = 0, method: str = "eagle3", ours=None, **settings):
     """[`assert_same_text`] for the draft of [`oracle_of`], which is returned."""
     oracle = oracle_of(target, inputs, seed, method, **settings)
-    actual = generate(target, inputs, seed, assistant_model=oracle, **settings, **(ours or {}))
-    assert actual.tolist() == oracle.text.tolist()
+    assert_gives_its_text(oracle, target, inputs, seed, ours, **settings)
     return oracle
 
 

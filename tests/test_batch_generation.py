@@ -85,8 +85,7 @@ def test_rows_are_what_they_are_alone(family):
 def test_a_seed_gives_the_samples_it_gives_without_a_draft(family, settings):
     target, batch = make_target(family), make_batch(LENGTHS)
     for seed in range(3):
-        oracle = oracle_of(target, batch, seed, do_sample=True, **settings)
-        assert assert_same_text(target, oracle, batch, seed, do_sample=True, **settings).acceptance_length > 1.2
+        assert assert_same_texts(target, batch, seed, do_sample=True, **settings).acceptance_length > 1.2
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -102,10 +101,10 @@ def test_rows_that_finish_early_are_padded(target, do_sample):
     new = text[:, batch["input_ids"].shape[1] :]
     finished_early = 0
     for token in new.unique().tolist()[::7]:  # each may end the rows that have it
-        stats = assert_same_texts(target, batch, do_sample=do_sample, eos_token_id=token, pad_token_id=0)
-        lengths = generate(target, batch, do_sample=do_sample, eos_token_id=token, pad_token_id=0) != 0
-        finished_early += len(set(lengths.sum(dim=1).tolist())) > 1
-        assert stats.new_tokens <= new.numel()
+        settings = {"do_sample": do_sample, "eos_token_id": token, "pad_token_id": 0}
+        oracle = assert_an_oracle_gives_the_text(target, batch, **settings)
+        finished_early += len(set((oracle.text != 0).sum(dim=1).tolist())) > 1
+        assert oracle.last_generation.new_tokens <= new.numel()
     assert finished_early > 2
 
 
@@ -157,9 +156,10 @@ def test_padding_that_the_target_has_no_embedding_for(target, ends_early):
     settings = {"max_new_tokens": 30, "pad_token_id": 96, "eos_token_id": [never_said(text)]}
     if ends_early:  # one row ends a token before the other
         settings["eos_token_id"].append(int(text[0, -2]))
-    assert (generate(target, batch, **settings) == 96).any() == ends_early
+    expected = generate(target, batch, **settings)
+    assert (expected == 96).any() == ends_early
     for seed in range(4):
-        assert_same_text(target, make_oracle(target, text, seed), batch, **settings)
+        assert generate(target, batch, assistant_model=make_oracle(target, text, seed), **settings).equal(expected)
 
 
 def test_padding_with_an_end_that_the_target_has_no_embedding_for(target, monkeypatch):

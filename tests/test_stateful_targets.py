@@ -7,6 +7,7 @@ from conftest import (
     INDEXED,
     RECURRENT,
     assert_an_oracle_gives_the_text,
+    assert_gives_its_text,
     assert_same_text,
     each_once,
     lookups_of,
@@ -52,7 +53,7 @@ def test_texts(family, length, settings):
     for call in ({}, settings):
         oracle = oracle_of(target, prompt, **call)
         oracle.padding += "attention_mask" in call
-        lengths = assert_same_text(target, oracle, prompt, **call).accepted_lengths
+        lengths = assert_gives_its_text(oracle, target, prompt, **call).accepted_lengths
         assert max(lengths) >= 3 and min(lengths) < 7 and len(oracle.text.unique()) > 8
 
 
@@ -90,7 +91,7 @@ def test_what_is_looked_up(family):
     oracle.generation_config.tree_policy = "auto"
     for seed in range(5):
         with lookups_of(oracle.text, seed):
-            num_lookups += assert_same_text(target, oracle, prompt).lookup_steps
+            num_lookups += assert_gives_its_text(oracle, target, prompt).lookup_steps
     assert num_lookups > 3
 
 

@@ -12,7 +12,7 @@ from hf_eagle3.evaluation import BenchmarkResults, tasks
 
 FAST = [
     "--draft_minutes",
-    "0.01",
+    "0.003",
     "--min_steps",
     "1",
     "--max_new_tokens",
@@ -67,7 +67,7 @@ def test_from_nothing_to_a_table_and_again(tmp_path, run_recipe, monkeypatch):
     # With too few steps, it says which folder to delete; then a draft may be trained otherwise.
     assert f"delete {tmp_path / 'target'} and run" in third.stdout and "--target_minutes" in third.stdout
     shutil.rmtree(tmp_path / "draft")
-    fourth = run_recipe("quickstart.py", *arguments, "--draft_minutes", 0.02, "--learning_rate", 1e-3)
+    fourth = run_recipe("quickstart.py", *arguments, "--draft_minutes", 0.006, "--learning_rate", 1e-3)
     assert fourth.returncode == 0 and "Training a draft" in fourth.stdout and "a small target" not in fourth.stdout
 
     for changed in (["--target", "somewhere", "--dataset", "else"], ["--draft_form", "classic"]):
