@@ -1,5 +1,6 @@
 """Tiny random targets of every family, and drafts that get tokens accepted without training."""
 
+import functools
 import gc
 import hashlib
 import importlib.util
@@ -21,8 +22,10 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 gc.disable()  # imports and collection make little garbage of much that stays
 
+import accelerate.utils.imports  # noqa: E402
 import huggingface_hub.constants  # noqa: E402
 import huggingface_hub.hf_api  # noqa: E402
+import jinja2  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from forked import run_in_two  # noqa: E402
@@ -50,6 +53,13 @@ from hf_eagle3.training.ttt import TTTBatch, documents_of  # noqa: E402
 
 
 gc.enable()
+
+# Looked up anew for each trainer, and compiled anew for each card.
+accelerate.utils.imports._is_package_available = functools.cache(accelerate.utils.imports._is_package_available)
+jinja2.Environment.compile = functools.lru_cache(jinja2.Environment.compile)
+for device in (torch.cuda, torch.xpu):
+    if not device.is_available():  # it keeps a traceback of each `torch.manual_seed`
+        device.manual_seed_all = lambda seed: None
 
 
 def pytest_collection():

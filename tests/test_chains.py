@@ -46,7 +46,8 @@ def test_flex_attention_on_a_cpu(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     target, batch = make_target("llama", attn_implementation="flex_attention"), make_batch([9])
     draft = oracle_of(make_target("llama"), batch)
-    assert assert_same_text(target, draft, batch, max_new_tokens=10).target_forwards < 8
+    text = generate(target, batch, assistant_model=draft, max_new_tokens=8)
+    assert torch.equal(text, draft.text[:, : text.shape[1]]) and draft.last_generation.target_forwards < 7
 
 
 @pytest.mark.parametrize(
