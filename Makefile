@@ -41,7 +41,7 @@ test-oldest:
 	outputs/oldest/bin/python -m pip install --quiet transformers==5.17.0 accelerate==1.12.0
 	OMP_NUM_THREADS=1 outputs/oldest/bin/python -m pytest -n 2 --dist worksteal
 
-# Types of the package. Half a minute the first time, then only what changed.
+# Types of the package. A quarter of a minute the first time, then only what changed.
 types: install
 	$(BIN)/python -m mypy
 
