@@ -10,6 +10,7 @@ import runpy
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -191,6 +192,14 @@ def test_a_terminated_run_does_not_look_finished(files, tmp_path, monkeypatch, r
     assert not (tmp_path / "out" / "model.safetensors").exists()
     monkeypatch.undo()
     assert len(losses(run_recipe("train.py", *arguments, "auto"))) == 2
+
+
+def test_accelerate_launches_it():
+    """The program itself. Elsewhere processes with its environment are forked, which is quicker."""
+    program = Path(sys.executable).with_name("accelerate")
+    command = [program, "launch", "--cpu", "--num_processes", 1, RECIPES / "train.py", "--help"]
+    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0 and "usage: train.py" in result.stdout, result.stderr[-3000:]
 
 
 @pytest.mark.parametrize("kind", ["ddp, tensor-parallel target", "fsdp2, target by FSDP2"])
