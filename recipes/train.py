@@ -434,7 +434,7 @@ def next_steps(trainer: Eagle3Trainer, target: str, script_args: TrainScriptArgu
         measure += ["--chat_template_path", trainer.args.chat_template_path]
     return (
         f"Saved the {saved} to {output_dir}. " + (merge or "To use it:\n\n") + "    draft = "
-        f"Eagle3ForSpeculation.from_pretrained({draft!r})\n"
+        f"hf_eagle3.Eagle3ForSpeculation.from_pretrained({draft!r}, dtype='auto').to(target.device)\n"
         "    target.generate(**inputs, assistant_model=draft)\n\n"
         f"To measure it{'' if tasks else ' on source code (`--tasks FILE` takes your own prompts)'}:\n\n    {command_line(measure)}\n\n"
         "To push it, with a card that has what was measured:\n\n"

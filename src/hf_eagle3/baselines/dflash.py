@@ -53,9 +53,9 @@ NUM_LAYERS = 5  # of a fresh draft, as in z-lab/Qwen3-4B-DFlash-b16
 @strict
 class DFlashConfig(BaselineConfig):
     """
-    Configuration of a DFlash, JetSpec or DSpark draft. `config.json` has z-lab's layout, or that of DeepSpec for DSpark, which
-    vLLM and SGLang read. See [`BaselineConfig`] for more fields: here `transformer_layer_config` describes Qwen3 layers, and
-    `mask_token_id` is required.
+    Configuration of a DFlash, JetSpec or DSpark draft. `config.json` has z-lab's layout, which vLLM and SGLang read, or for DSpark
+    that of DeepSpec, which no engine was tried with. See [`BaselineConfig`] for more fields: here `transformer_layer_config` describes
+    Qwen3 layers, and `mask_token_id` is required.
 
     Args:
         block_size (`int`, *optional*, defaults to `16`):
@@ -218,7 +218,8 @@ class MarkovHead(nn.Module):
 class DFlashForSpeculation(BaselineDraft):
     r"""
     A DFlash, JetSpec or DSpark draft. It reads the target's fused states at all positions of the text, and a block. The block is
-    the newest token, which has no state yet, and masks. At each mask the draft predicts the token in its place, or behind it.
+    the newest token, which has no state yet, and masks. At each mask the draft predicts the token in its place, or the next one
+    (`sample_from_anchor`).
 
     ```py
     import hf_eagle3
@@ -257,7 +258,7 @@ class DFlashForSpeculation(BaselineDraft):
         self.norm = Eagle3RMSNorm(size, eps=eps)
         self.lm_head: nn.Linear = Eagle3Head(size, config.draft_vocab_size, bias=False)
         self.markov_head = MarkovHead(config) if config.markov_rank > 0 else None
-        self.drafts_in_one_pass = self.markov_head is None  # which reads a large matrix for each level
+        self.drafts_in_one_pass = self.markov_head is None  # a Markov head reads a large matrix for each level
         self.rotary_emb = Eagle3RotaryEmbedding(layer_config)
         self.generation_config.tree_depth = config.num_drafted  # as deep as the block allows
         self.post_init()

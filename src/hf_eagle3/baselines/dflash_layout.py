@@ -258,8 +258,8 @@ def dspark_fields(content: dict[str, Any], default_anchor: bool) -> dict[str, An
     is_dspark = "dspark" in " ".join(map(str, names)).lower() or content.get("markov_rank")
     if is_dspark and type(content.get("markov_rank")) is not int:
         raise ValueError(
-            f"`markov_rank` of this DSpark draft is {content.get('markov_rank')!r}, but must be a number: that of the columns of "
-            "`markov_head.markov_w1.weight`, or 0 if there is none."
+            f"`markov_rank` of this DSpark draft is {content.get('markov_rank')!r}, but must be a number. Set it to the "
+            "number of columns of `markov_head.markov_w1.weight`, or to 0 if there is no such tensor."
         )
     rank, kind = content.get("markov_rank") or 0, content.get("markov_head_type")
     if rank and kind not in (None, "vanilla"):

@@ -68,7 +68,7 @@ def read(config: dict, tensors: dict[str, torch.Tensor]) -> tuple[Eagle3Config, 
         # Also with `fc_norm`. Corrected in https://github.com/sgl-project/SpecForge/pull/879, which the file does not show.
         assumed["norm_output"] = (
             "true, as engines read it. But until September 2026 SpecForge trained such drafts without it. If few tokens are accepted, "
-            "load a draft of it with `norm_output=False`"
+            "load it with `norm_output=False`"
         )
     is_angelslim = config.get("architectures") == ["Eagle3LlamaForCausalLM"] and config.get("model_type") == "llama"
     # It reads the key only beside an `mrope_section`.
@@ -79,8 +79,8 @@ def read(config: dict, tensors: dict[str, torch.Tensor]) -> tuple[Eagle3Config, 
         )
     if (rope.get("partial_rotary_factor") or 1) != 1:
         assumed["partial_rotary_factor"] = (
-            "that part of each head rotates, as in vLLM. SpecForge, Model-Optimizer and others train whole heads even so. If few tokens are "
-            "accepted, remove the key"
+            "a part of each head rotates, as in vLLM. SpecForge, Model-Optimizer and others train whole heads even so. If few tokens are "
+            "accepted, remove the key from a downloaded copy"
         )
     ids, counts_inputs = layer_ids_of(config, flags)
     if ids is None:

@@ -92,7 +92,7 @@ class AssistantMixin:
 
     @property
     def last_generation(self) -> Eagle3GenerationStats | None:
-        """Statistics of this thread's last `generate` with this assistant, `None` if it was not used. Without one, of any thread's."""
+        """Statistics of the last `generate` with this assistant in this thread, else in any. `None` if that call did not use it."""
         return _IN_THREAD.stats[self] if self in _IN_THREAD.stats else _IN_ANY_THREAD.get(self)
 
 

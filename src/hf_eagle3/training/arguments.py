@@ -205,8 +205,8 @@ class Eagle3TrainingArguments(SFTConfig):
         asks_for_bf16 = self.bf16_full_eval or self.bf16 or (self.bf16 is None and not self.fp16)  # TRL's default
         if asks_for_bf16 and not self.use_cpu and not torch.accelerator.is_available():
             raise ValueError(
-                "torch sees no GPU here. To train on the CPU, pass `use_cpu=True` (`--use_cpu`). If there is a GPU, its driver or a torch "
-                "with support for it is missing."
+                "torch sees no GPU here. To train on the CPU, pass `use_cpu=True` (`--use_cpu`). If this machine has a GPU, install "
+                "its driver and a build of torch for it."
             )
         has_default = self.accelerator_config is None
         super().__post_init__()
