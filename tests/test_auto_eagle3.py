@@ -159,6 +159,15 @@ def test_a_copy_of_the_same_version_reads_its_draft(saved, warned):
     assert not [message for message in warned if "reads this draft" in message]
 
 
+def test_a_copy_forgets_its_statistics(saved, target):
+    """Whatever copy of the code has the hook."""
+    draft, prompt = load(saved), make_prompt(9)
+    target.generate(prompt, assistant_model=draft, max_new_tokens=4)
+    assert is_copy(draft) and draft.last_generation.new_tokens == 4
+    target.generate(prompt, assistant_model=draft, max_new_tokens=4, num_beams=2)
+    assert draft.last_generation is None
+
+
 @pytest.mark.parametrize("changes", [{}, GONE, NEEDS_MORE], ids=["works", "import", "needs"])
 @pytest.mark.parametrize("auto_class", [AutoModel, transformers.AutoModelForCausalLM])
 def test_a_newer_package_takes_over(saved, warned, changes, auto_class, target, monkeypatch):

@@ -975,6 +975,13 @@ def test_statistics_of_another_thread(target, draft):
     assert fresh.last_generation.new_tokens == 24
 
 
+def test_a_call_that_is_refused_leaves_no_statistics(target, draft):
+    target.generate(make_prompt(5), assistant_model=draft, **SETTINGS)
+    with pytest.raises(ValueError, match="use_cache"):
+        target.generate(make_prompt(5), assistant_model=draft, use_cache=False, **SETTINGS)
+    assert draft.last_generation is None
+
+
 # Prompts ----------------------------------------------------------------------------------------------------------
 
 

@@ -1,10 +1,13 @@
 import json
+from dataclasses import fields
 
 import pytest
 from conftest import make_target
 from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedConfig
 
 from hf_eagle3 import Eagle3Config, Eagle3ForSpeculation
+from hf_eagle3.remote_code.configuration_eagle3 import DIGESTED
 
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -133,3 +136,11 @@ def test_what_a_configuration_has_no_place_for(tmp_path):
     assert not (tmp_path / "draft").exists()
     del draft.config.surprise
     draft.save_pretrained(tmp_path / "draft")
+
+
+def test_which_fields_the_digest_covers():
+    """All that change what a draft computes, and so each new one: a copy of the code knows no later field."""
+    own = {field.name for field in fields(Eagle3Config)} - {field.name for field in fields(PreTrainedConfig)}
+    about_others = {"speculators_config", "speculators_version", "weights_digest"}
+    about_others |= {"bos_token_id", "eos_token_id", "pad_token_id"}
+    assert own - set(DIGESTED) == about_others

@@ -588,9 +588,9 @@ class BlockProposer(Drafter):
                 logits_to_keep=ahead[first : first + plan.depth],
             ).logits  # (B, depth, V)
             cache.zero(indices)  # the block is forgotten
-            # Counting the nodes above a threshold forces a sync, or changes a shape that is compiled.
-            may_count = reads_without_sync(device) and not self.is_static
-            threshold, power = self.call.threshold if may_count else 0.0, self.call.calibration.power
+            # Counting the nodes above a threshold forces a sync.
+            threshold = self.call.threshold if reads_without_sync(device) else 0.0
+            power = self.call.calibration.power
             guess = None if sampler is None else partial(sampler.guess, token_ids=self.token_ids)
             if draft.markov_head is not None:
                 settings = plan, threshold, power, guess

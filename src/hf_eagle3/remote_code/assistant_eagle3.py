@@ -95,6 +95,10 @@ class AssistantMixin:
         """Statistics of the last `generate` with this assistant in this thread, else in any. `None` if that call did not use it."""
         return _IN_THREAD.stats[self] if self in _IN_THREAD.stats else _IN_ANY_THREAD.get(self)
 
+    def forget_generation(self) -> None:
+        """Forgets the statistics of this thread's last call."""
+        _IN_THREAD.stats[self] = None
+
 
 class ThreadStats(threading.local):
     """Statistics of this thread's last call with each assistant."""
@@ -238,11 +242,11 @@ def generate_with_assistant(generate: Callable, target: Any, /, *args: Any, **kw
             arguments = unset | config.update(**{name: arguments[name] for name in arguments if name not in unset})
         vars(config).update(settings)
         args, kwargs = (), {**arguments, "generation_config": config}
+    if hasattr(assistant, "forget_generation"):  # older code of a saved draft has none
+        assistant.forget_generation()
     before = assistant.last_generation
     output = generate(target, *args, **kwargs)
     if assistant.last_generation is before:
-        draft = getattr(assistant.assisted_decoding, "__self__", assistant)  # within PEFT's wrapper, if it has one
-        _IN_THREAD.stats[draft] = None  # not those of an earlier call
         logger.warning(
             f"`{generate.__name__}` did not use its `assistant_model`, {type(assistant).__name__}. Continuous batching, beam "
             "search, `penalty_alpha`, most `custom_generate`, and an `_assisted_decoding` that is not transformers' own do not "

@@ -144,7 +144,7 @@ class Eagle3Config(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         layer_config = self.transformer_layer_config or {}
         if isinstance(layer_config, dict):
-            if IS_INSTALLED:  # copies read what was saved, as `config_digest` shows
+            if IS_INSTALLED:  # a copy reads what was saved with it, as `config_digest` shows
                 installed_module("config_checks", "A configuration").check_layer_config(layer_config)
             layer_config = AutoConfig.for_model(**{"model_type": "llama", **layer_config})
         self.transformer_layer_config = layer_config
@@ -205,7 +205,7 @@ class Eagle3Config(PreTrainedConfig):
             kwargs = {"aux_layer_ids_assumed": False, **kwargs}
         try:
             return super().from_dict(config_dict, **kwargs)
-        except (KeyError, StrictDataclassError) as error:
+        except (AttributeError, KeyError, StrictDataclassError) as error:
             raise ValueError(f"This config.json cannot be read. {error}") from error
 
     @property
