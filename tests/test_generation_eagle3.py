@@ -727,6 +727,13 @@ def test_targets_with_code_of_their_own(family, treats_trees, warned):
     assert bool([text for text in warned if "cannot read a tree" in text]) == (treats_trees != "well")
 
 
+def test_a_branching_factor_beyond_the_vocabulary(target, draft):
+    """It takes no more memory than the vocabulary is wide."""
+    draft = copy.deepcopy(draft)
+    draft.generation_config.branching_factor = 10**12
+    assert_same_text(target, draft, make_prompt(5))
+
+
 def test_calls_a_tree_cannot_serve(target, draft):
     prompt = make_prompt(5)
     with pytest.raises(ValueError, match="needs `use_cache=True`"):

@@ -265,9 +265,6 @@ class Drafter(Proposer):
         self.draft, self.call, self.is_static = draft, call, call.capacity is not None
         self.max_plan = call.max_plan._replace(depth=min(call.max_plan.depth, call.max_plan.num_nodes))
         self.most_new = self.max_plan.depth + 1  # tokens that a step with a tree may accept
-        # Slots beside the text: for accepted tokens, or a tree. EAGLE's static one may have wider levels than its branching factor.
-        plan = self.max_plan
-        self.num_spare = max(self.most_new, plan.branching_factor * (plan.depth - 1), plan.num_nodes)
         self.cache: DraftCache | None = None
         self.lengths: list[int] = []  # how many tokens each row has read
         self.unread: list[Rows] = []  # what each step accepted
@@ -275,6 +272,10 @@ class Drafter(Proposer):
         head = draft.get_output_embeddings().weight
         # What logits look like: their width, dtype and device. A quantized head could not make other tensors.
         self.like = torch.empty(len(head), dtype=head.dtype, device=head.device)
+        # Slots beside the text: for accepted tokens, or a tree. EAGLE's static one may have wider levels than its branching factor.
+        plan = self.max_plan
+        width = min(plan.branching_factor, len(head))
+        self.num_spare = max(self.most_new, width * (plan.depth - 1), plan.num_nodes)
         self.is_captured = can_be_captured(draft, call.embedding)
 
     def inference_mode(self) -> AbstractContextManager:
