@@ -164,7 +164,7 @@ def test_sglang(tmp_path, target, names):
     folder = write(tmp_path / "d", config, tensors)
     draft, info = Eagle3ForSpeculation.from_pretrained(folder, output_loading_info=True)
     assert info["format"] == "sglang" and info["ignored"] == ["midlayer.self_attn.rotary_emb.inv_freq"]
-    assert "load a draft of it with `norm_output=False`" in info["assumed"]["norm_output"]
+    assert "load it with `norm_output=False`" in info["assumed"]["norm_output"]
     assert not Eagle3ForSpeculation.from_pretrained(folder, norm_output=False).config.norm_output
     # Outputs of layers 1, 3 and 4 enter layers 2, 4 and 5.
     assert draft.config.eagle_aux_hidden_state_layer_ids == [2, 4, 5]

@@ -242,7 +242,8 @@ def generate_with_assistant(generate: Callable, target: Any, /, *args: Any, **kw
             arguments = unset | config.update(**{name: arguments[name] for name in arguments if name not in unset})
         vars(config).update(settings)
         args, kwargs = (), {**arguments, "generation_config": config}
-    if hasattr(assistant, "forget_generation"):  # older code of a saved draft has none
+    # Older code of a saved draft cannot forget. A class is refused later.
+    if hasattr(assistant, "forget_generation") and not isinstance(assistant, type):
         assistant.forget_generation()
     before = assistant.last_generation
     output = generate(target, *args, **kwargs)
