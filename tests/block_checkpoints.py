@@ -6,6 +6,7 @@ import json
 
 import torch
 from safetensors.torch import save_file
+from transformers import Qwen3Config
 
 from hf_eagle3.training.target_states import TargetStates
 
@@ -145,6 +146,21 @@ def speculators_config(windows=(), **changes):
         layer_types = ["sliding_attention" if i in windows else "full_attention" for i in range(2)]
         layers |= {"layer_types": layer_types, "sliding_window": 4, "use_sliding_window": True}
     return {**config, **changes}
+
+
+@torch.no_grad()
+def save_by_speculators(folder, model_class, content, target):
+    """A random draft of a class of `speculators`, which that saves in `folder / "draft"`."""
+    target.save_pretrained(folder / "target")
+    content["speculators_config"]["verifier"]["name_or_path"] = str(folder / "target")
+    layer_config = Qwen3Config(**content.pop("transformer_layer_config"), attn_implementation="eager")
+    theirs = model_class(model_class.config_class(**content, transformer_layer_config=layer_config)).eval()
+    theirs.load_verifier_weights()
+    for name, weight in theirs.named_parameters():
+        if not name.startswith(("embed", "lm_head", "verifier")):
+            weight.add_(torch.randn_like(weight) * 0.2)
+    theirs.save_pretrained(folder / "draft")
+    return theirs
 
 
 def naive_logits(

@@ -13,6 +13,7 @@ from block_checkpoints import (
     SPECULATORS_CONFIG,
     ZLAB_CONFIG,
     naive_logits,
+    save_by_speculators,
     speculators_config,
     states_of,
     write_checkpoint,
@@ -290,18 +291,7 @@ def test_the_network_is_that_of_speculators(tmp_path, monkeypatch):
     """What `speculators` saves and computes, where it is installed."""
     core = pytest.importorskip("speculators.models.dflash.core")
     target, tokens = make_target("llama"), make_prompt(20)
-    target.save_pretrained(tmp_path / "target")
-    content = speculators_config(windows=[0])
-    content["speculators_config"]["verifier"]["name_or_path"] = str(tmp_path / "target")
-    layer_config = Qwen3Config(**content.pop("transformer_layer_config"), attn_implementation="eager")
-    theirs = core.DFlashDraftModel(
-        core.DFlashSpeculatorConfig(**content, transformer_layer_config=layer_config)
-    ).eval()
-    theirs.load_verifier_weights()
-    for name, weight in theirs.named_parameters():
-        if not name.startswith(("embed", "lm_head", "verifier")):
-            weight.add_(torch.randn_like(weight) * 0.2)
-    theirs.save_pretrained(tmp_path / "draft")
+    theirs = save_by_speculators(tmp_path, core.DFlashDraftModel, speculators_config(windows=[0]), target)
     draft = AutoModel.from_pretrained(tmp_path / "draft").eval()
     draft.borrow_embeddings(target)
     aux = states_of(target, draft, tokens)

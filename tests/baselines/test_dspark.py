@@ -9,6 +9,7 @@ from block_checkpoints import (
     MASK,
     ZLAB_CONFIG,
     naive_logits,
+    save_by_speculators,
     speculators_config,
     states_of,
     write_checkpoint,
@@ -16,7 +17,7 @@ from block_checkpoints import (
 from conftest import assert_same_text, features_of, generate, make_baseline, make_batch, make_prompt, make_target
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, Qwen3Config
+from transformers import AutoConfig, AutoModel
 
 from hf_eagle3.baselines import DFlashConfig, DFlashForSpeculation
 from hf_eagle3.baselines.block_tree import grow_markov_tree
@@ -130,18 +131,8 @@ def test_the_network_is_that_of_speculators(tmp_path, monkeypatch, from_anchor):
     """What `speculators` saves and computes, where it is installed."""
     dspark = pytest.importorskip("speculators.models.dspark")
     target, tokens = make_target("llama"), make_prompt(20)
-    target.save_pretrained(tmp_path / "target")
     content = speculators_config(**SPECULATORS, sample_from_anchor=from_anchor)
-    content["speculators_config"]["verifier"]["name_or_path"] = str(tmp_path / "target")
-    layer_config = Qwen3Config(**content.pop("transformer_layer_config"), attn_implementation="eager")
-    theirs = dspark.DSparkDraftModel(
-        dspark.DSparkSpeculatorConfig(**content, transformer_layer_config=layer_config)
-    ).eval()
-    theirs.load_verifier_weights()
-    for name, weight in theirs.named_parameters():
-        if not name.startswith(("embed", "lm_head", "verifier")):
-            weight.add_(torch.randn_like(weight) * 0.2)
-    theirs.save_pretrained(tmp_path / "draft")
+    theirs = save_by_speculators(tmp_path, dspark.DSparkDraftModel, content, target)
     draft = AutoModel.from_pretrained(tmp_path / "draft").eval()
     draft.borrow_embeddings(target)
     aux, anchor = states_of(target, draft, tokens), 7
@@ -297,6 +288,11 @@ def test_dflash_of_deepspec(tmp_path):
         ({"markov_rank": -1}, "`markov_rank` is -1"),
         *(({"markov_head_type": kind}, f"Markov head of the type '{kind}'") for kind in ("gated", "rnn")),
         ({"sample_from_anchor": 1}, "`sample_from_anchor` is 1, but must be true or false"),
+        ({"dspark_bonus_anchor": "no"}, "`dspark_bonus_anchor` is 'no', but must be true or false"),
+        (
+            {"dspark_bonus_anchor": True, "sample_from_anchor": True},
+            "sample_from_anchor, dspark_bonus_anchor contradict",
+        ),
         ({"dspark_config": [4]}, "`dspark_config` is .4., but must be a mapping"),
         ({"log_snr_conditioning": True}, "log_snr_conditioning"),
         ({"mask_token_id": None}, "lacks .'mask_token_id'"),

@@ -38,7 +38,7 @@ from ..tensor_names import HUB_ARGUMENTS, find
 from ..training.ttt import TTTBatch, UnrollStep
 from .baseline import BaselineConfig, BaselineDraft, check_steps
 from .block_tree import grow_block_tree, grow_markov_tree
-from .dflash_layout import flat_form, nested_form
+from .dflash_layout import flat_form, nested_form, spread_layer_ids
 from .dflash_training import BlockCache, draw_rows
 
 
@@ -530,17 +530,6 @@ class DFlashForSpeculation(BaselineDraft):
     def proposer(self, call: GenerationCall) -> "BlockProposer":
         """See [`~assistant_eagle3.AssistantMixin.proposer`]."""
         return BlockProposer(self, call)
-
-
-def spread_layer_ids(num_layers: int, num_states: int) -> list[int]:
-    """
-    Ids of the states that a fresh draft reads, from the second layer's output to that of the last but two, like z-lab's drafts.
-    Id `k` is the state that enters layer `k`, which z-lab calls `k - 1`.
-    """
-    first, last = (2, num_layers - 2) if num_layers >= 6 else (1, max(num_layers - 1, 1))
-    if num_states == 1:
-        return [(first + last) // 2]
-    return sorted({round(first + i * (last - first) / (num_states - 1)) for i in range(num_states)})
 
 
 class BlockProposer(Drafter):

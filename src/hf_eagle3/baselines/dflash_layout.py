@@ -32,7 +32,8 @@ FACTORS = ("input_embedding_scale", "output_multiplier", "final_logit_softcappin
 BLOCK_KEYS = ("block_size", "mask_token_id", *FACTORS)
 CAUSAL_KEYS = ("is_causal", "causal", "causal_head")  # z-lab's and vLLM's names, and JetSpec's
 # Keys of DSpark, in z-lab's places, in `dspark_config`, or in the schema of `speculators`; and those that decoding here does not need.
-DSPARK_KEYS = ("sample_from_anchor", "dspark_bonus_anchor", "markov_rank", "markov_head_type")
+ANCHOR_KEYS = ("sample_from_anchor", "dspark_bonus_anchor")  # the second is vLLM's name for the opposite
+DSPARK_KEYS = (*ANCHOR_KEYS, "markov_rank", "markov_head_type")
 NEUTRAL_DSPARK_KEYS = ("enable_confidence_head", "confidence_head_alpha", "confidence_head_with_markov", "num_anchors")
 # What drafts of ours add at the top level. Other readers pass over them.
 OUR_KEYS = (
@@ -227,6 +228,17 @@ def of_automodel(content: dict[str, Any], dflash: dict[str, Any]) -> dict[str, A
     return kept
 
 
+def spread_layer_ids(num_layers: int, num_states: int) -> list[int]:
+    """
+    Ids of the states that a fresh draft reads, from the second layer's output to that of the last but two, like z-lab's drafts.
+    Id `k` is the state that enters layer `k`, which z-lab calls `k - 1`.
+    """
+    first, last = (2, num_layers - 2) if num_layers >= 6 else (1, max(num_layers - 1, 1))
+    if num_states == 1:
+        return [(first + last) // 2]
+    return sorted({round(first + i * (last - first) / (num_states - 1)) for i in range(num_states)})
+
+
 def default_layer_ids(content: dict[str, Any]) -> list[int] | None:
     """
     Returns the ids of layers that SpecForge, TorchSpec, AngelSlim and NeMo Automodel train a draft with whose configuration names
@@ -266,16 +278,17 @@ def dspark_fields(content: dict[str, Any], default_anchor: bool) -> dict[str, An
         raise ValueError(
             f"This draft has a Markov head of the type {kind!r}, but only 'vanilla' is supported. An engine such as TensorRT-LLM may run it."
         )
-    from_anchor = content.get("sample_from_anchor")
-    if (
-        from_anchor is None and (has_bonus := content.get("dspark_bonus_anchor")) is not None
-    ):  # vLLM's name for the opposite
-        from_anchor = not has_bonus
-    if from_anchor is None:
-        from_anchor = bool(is_dspark) and default_anchor
-    if type(from_anchor) is not bool:
-        raise ValueError(f"`sample_from_anchor` is {from_anchor!r}, but must be true or false.")
-    return {"sample_from_anchor": from_anchor, "markov_rank": rank}
+    said = {key: content[key] for key in ANCHOR_KEYS if content.get(key) is not None}
+    for key, value in said.items():
+        if type(value) is not bool:
+            raise ValueError(f"`{key}` is {value!r}, but must be true or false.")
+    from_anchor = {value == (key == "sample_from_anchor") for key, value in said.items()}
+    if len(from_anchor) > 1:
+        raise ValueError(
+            f"{', '.join(said)} contradict each other in this config.json: one is the opposite of the other."
+        )
+    is_default = bool(is_dspark) and default_anchor
+    return {"sample_from_anchor": from_anchor.pop() if from_anchor else is_default, "markov_rank": rank}
 
 
 def without_defaults(content: dict[str, Any]) -> dict[str, Any]:
