@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import assert_same_text, make_baseline, make_draft, make_prompt, make_target
+from checkpoints.test_formats import edit_config
+from conftest import assert_same_text, each_once, make_baseline, make_draft, make_prompt, make_target
 from huggingface_hub import HfApi
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
@@ -44,8 +45,7 @@ def assert_loads(name, auto_class=AutoModel, **kwargs):
     return draft
 
 
-@pytest.mark.parametrize("kind", ["classic", "norm_output", "qwen3"])
-@pytest.mark.parametrize("auto_class", AUTO_CLASSES)
+@pytest.mark.parametrize("kind, auto_class", each_once(["classic", "norm_output", "qwen3"], AUTO_CLASSES))
 def test_of_speculators(tmp_path, monkeypatch, auto_class, kind):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(FIXTURES / kind, NAME)
@@ -80,9 +80,9 @@ def test_by_name_of_the_hub(tmp_path, hub):
     shutil.copytree(FIXTURES / "classic", tmp_path / "speculator.eagle3")
     target = make_target("llama", num_hidden_layers=8)
     export(Eagle3ForSpeculation.from_target(target, fc_norm=False, norm_output=False), tmp_path / "sglang", "sglang")
-    config = json.loads((tmp_path / "sglang" / "config.json").read_text())
-    plain = {key: value for key, value in config.items() if not any(word in key for word in ("eagle", "draft"))}
-    (tmp_path / "sglang" / "config.json").write_text(json.dumps({**plain, "architectures": ["LlamaForCausalLM"]}))
+    keys = json.loads((tmp_path / "sglang" / "config.json").read_text())
+    of_drafts = [key for key in keys if any(word in key for word in ("eagle", "draft"))]
+    edit_config(tmp_path / "sglang", *of_drafts, architectures=["LlamaForCausalLM"])
     found = {}
     for name in ("speculator.eagle3", "sglang", "dflash", "target"):
         HfApi().create_repo(f"me/{name}")
@@ -105,15 +105,14 @@ def test_what_is_no_draft_loads_as_before(tmp_path, target, tokenizer):
     assert type(config) is LlamaConfig and unused == {"a_word": 1} and config.use_cache is False
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is type(target)
     assert len(AutoTokenizer.from_pretrained(tmp_path)) == len(tokenizer)
-    content = json.loads((tmp_path / "config.json").read_text())
+    edit_config(tmp_path, "model_type")
     for changes, message in (
         ({}, "Should have a `model_type` key"),
         ({"speculators_model_type": "dflash"}, "a block draft of speculators lacks"),
         ({"speculators_model_type": "mlp_speculator"}, "of the kind 'mlp_speculator', which hf-eagle3 does not read"),
         ({"model_type": "unheard_of"}, "has model type `unheard_of`"),
     ):
-        changed = {name: value for name, value in content.items() if name != "model_type"} | changes
-        (tmp_path / "config.json").write_text(json.dumps(changed))
+        edit_config(tmp_path, "speculators_model_type", **changes)
         with pytest.raises(ValueError, match=message):
             AutoModel.from_pretrained(tmp_path)
     with pytest.raises(OSError):
@@ -149,10 +148,7 @@ def test_a_draft_of_an_unknown_kind_is_no_random_model(tmp_path, target):
     assert type(theirs).__name__ == "DFlareModel"
     # A small model, whatever it is called.
     target.save_pretrained(tmp_path / "model")
-    content = json.loads((tmp_path / "model" / "config.json").read_text())
-    (tmp_path / "model" / "config.json").write_text(
-        json.dumps({**content, "architectures": ["SmallDraftForCausalLM"]})
-    )
+    edit_config(tmp_path / "model", architectures=["SmallDraftForCausalLM"])
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "model")) is type(target)
 
 
@@ -167,8 +163,7 @@ def test_a_draft_of_an_unknown_kind_lacks_a_part(tmp_path, target, lacking, arch
     """It may have an embedding of its own, and most of its layers."""
     tensors = {name: tensor for name, tensor in target.state_dict().items() if f".{lacking}." not in name}
     target.save_pretrained(tmp_path, state_dict={**tensors, "layer_fusion_weights": torch.ones(4)})
-    content = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**content, "architectures": architectures}))
+    edit_config(tmp_path, architectures=architectures)
     for loader in (AutoConfig, AutoModel, AutoModelForCausalLM):
         with pytest.raises(ValueError, match=f"called .'QwenDFlareDraftModel'., and lacks .'{lacking}'. of a whole"):
             loader.from_pretrained(tmp_path)
@@ -189,8 +184,7 @@ def test_a_whole_model_may_be_called_a_draft(tmp_path, model_type):
     config = AutoConfig.for_model(model_type, vocab_size=64, **{**SMALL["bert"], **SMALL[model_type]})
     model = AutoModel.from_config(config)
     model.save_pretrained(tmp_path)
-    content = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**content, "architectures": ["TinyEagleModel"]}))
+    edit_config(tmp_path, architectures=["TinyEagleModel"])
     assert type(AutoModel.from_pretrained(tmp_path)) is type(model)
 
 
@@ -199,21 +193,18 @@ def test_a_whole_model_whose_embedding_has_another_name(tmp_path):
     """In checkpoints of models with a head: transformers renames it with the name of the base model before it."""
     target = make_target("bailing_hybrid")
     target.save_pretrained(tmp_path)
-    content = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**content, "architectures": ["TinyDraftForCausalLM"]}))
+    edit_config(tmp_path, architectures=["TinyDraftForCausalLM"])
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is type(target)
 
 
 def test_names_of_whole_models_that_are_called_drafts(tmp_path, target):
     """Those of wrappers, and of models whose configuration transformers does not know."""
     target.config.save_pretrained(tmp_path)
-    content = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**content, "architectures": ["EagleLlamaForCausalLM"]}))
+    edit_config(tmp_path, architectures=["EagleLlamaForCausalLM"])
     tensors = {f"module.{name}": tensor for name, tensor in target.state_dict().items()}
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     assert type(AutoConfig.from_pretrained(tmp_path)) is LlamaConfig
-    content |= {"architectures": ["Eagle2_5_VLForConditionalGeneration"], "model_type": "eagle_2_5_vl"}
-    (tmp_path / "config.json").write_text(json.dumps(content))
+    edit_config(tmp_path, architectures=["Eagle2_5_VLForConditionalGeneration"], model_type="eagle_2_5_vl")
     with pytest.raises(ValueError, match="`eagle_2_5_vl` but Transformers does not recognize"):
         AutoConfig.from_pretrained(tmp_path)
 
@@ -224,20 +215,16 @@ def test_a_configuration_with_code_of_its_own_is_left_alone(tmp_path, target):
         "from transformers import LlamaConfig\n\n\nclass OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
     )
     target.config.save_pretrained(tmp_path)
-    content = json.loads((tmp_path / "config.json").read_text())
     names = {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}, "draft_vocab_size": 64}
-    (tmp_path / "config.json").write_text(
-        json.dumps({**content, **names, "architectures": ["LlamaForCausalLMEagle3"]})
-    )
+    edit_config(tmp_path, **names, architectures=["LlamaForCausalLMEagle3"])
     config = AutoConfig.from_pretrained(tmp_path, trust_remote_code=True)
     assert type(config).__name__ == "OwnConfig" and config.draft_vocab_size == 64
 
 
 def test_our_own_drafts_run_the_code_that_is_saved_with_them(tmp_path, target):
     Eagle3ForSpeculation.from_target(target).save_pretrained(tmp_path)
-    assert type(AutoModel.from_pretrained(tmp_path, trust_remote_code=True)).__module__.startswith(
-        "transformers_modules."
-    )
+    loaded = AutoModel.from_pretrained(tmp_path, trust_remote_code=True)
+    assert type(loaded).__module__.startswith("transformers_modules.")
     with pytest.raises(ValueError, match="trust_remote_code"):
         AutoModel.from_pretrained(tmp_path, trust_remote_code=False)
 
@@ -247,34 +234,23 @@ def test_our_own_drafts_run_the_code_that_is_saved_with_them(tmp_path, target):
     [
         ({"medusa_num_heads": 5, "medusa_num_layers": 1}, "a draft of Medusa, not of EAGLE-3. vLLM runs it"),
         ({"model_type": "medusa", "num_heads": 3}, "a draft of Medusa, not of EAGLE-3. vLLM runs it"),
-        (
-            {"hydra_num_heads": 4, "hydra_num_layers": 4},
-            "a draft of Hydra, not of EAGLE-3. The project that trained it",
-        ),
+        ({"hydra_num_heads": 4, "hydra_num_layers": 4}, "a draft of Hydra, not of EAGLE-3. The project that trained"),
         ({"model_type": "mlp_speculator", "n_predict": 3}, "an MLP speculator, not of EAGLE-3. vLLM runs it"),
         ({"model_type": "eagle", "model": {}}, "a draft of EAGLE-1 or 2, not of EAGLE-3. vLLM runs it as `eagle`"),
     ],
 )
-@pytest.mark.parametrize("loader", [Eagle3ForSpeculation, AutoModel, AutoConfig])
-def test_drafts_of_other_methods(tmp_path, content, kind, loader):
+def test_drafts_of_other_methods(tmp_path, content, kind):
     """Their weights are in files of other names."""
     (tmp_path / "config.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=kind):
-        loader.from_pretrained(tmp_path)
+    for loader in (Eagle3ForSpeculation, AutoModel, AutoConfig):
+        with pytest.raises(ValueError, match=kind):
+            loader.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "method, advice",
-    [
-        ("medusa", "import hf_eagle3.baselines"),
-        ("hydra", "import hf_eagle3.baselines"),
-        ("eagle", "import hf_eagle3.baselines"),
-        ("hass", "import hf_eagle3.baselines"),
-        ("dflash", "import hf_eagle3"),
-    ],
-)
-def test_our_drafts_of_other_methods(tmp_path, target, method, advice):
+@pytest.mark.parametrize("method", ["medusa", "hydra", "eagle", "hass", "dflash"])
+def test_our_drafts_of_other_methods(tmp_path, target, method):
     make_baseline(method, target).save_pretrained(tmp_path)
+    advice = "import hf_eagle3" if method == "dflash" else "import hf_eagle3.baselines"
     with pytest.raises(ValueError, match=f"`AutoModel.from_pretrained`, after `{advice}`"):
         Eagle3ForSpeculation.from_pretrained(tmp_path)
 
@@ -314,9 +290,8 @@ def test_a_target_that_is_not_here_and_no_connection(tmp_path, monkeypatch, load
 @pytest.mark.parametrize("loader", [Eagle3ForSpeculation, AutoModel])
 def test_what_is_said_of_broken_files(tmp_path, loader):
     shutil.copytree(FIXTURES / "classic", tmp_path / "draft")
-    content = json.loads((tmp_path / "draft" / "config.json").read_text())
     for kind in ("eagle", "eagle3_lc"):
-        (tmp_path / "draft" / "config.json").write_text(json.dumps({**content, "speculators_model_type": kind}))
+        edit_config(tmp_path / "draft", speculators_model_type=kind)
         with pytest.raises(ValueError, match=f"is a draft of speculators of the kind '{kind}'"):
             loader.from_pretrained(tmp_path / "draft")
     (tmp_path / "draft" / "config.json").unlink()
@@ -348,8 +323,7 @@ def test_what_is_said_of_broken_files(tmp_path, loader):
 
 @pytest.mark.parametrize("content", ["null", "[]", '"a"', "5"])
 def test_a_config_that_is_no_object(tmp_path, content):
-    draft = make_draft(make_target("llama"), [make_prompt(5)])
-    draft.save_pretrained(tmp_path)
+    Eagle3ForSpeculation.from_target(make_target("llama")).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(content)
     loaders = [each.from_pretrained for each in (Eagle3Config, Eagle3ForSpeculation, AutoConfig, AutoModel)]
     for load in (*loaders, target_class, load_tokenizer):
@@ -359,10 +333,9 @@ def test_a_config_that_is_no_object(tmp_path, content):
 
 def test_a_broken_draft_of_others(tmp_path):
     shutil.copytree(FIXTURES / "classic", tmp_path / "draft")
-    content = json.loads((tmp_path / "draft" / "config.json").read_text())
-    (tmp_path / "draft" / "config.json").write_text(json.dumps({**content, "norm_before_fc": True}))
+    edit_config(tmp_path / "draft", norm_before_fc=True)
     with pytest.raises(ValueError, match="input_norm.weight"):
         AutoModel.from_pretrained(tmp_path / "draft")
-    (tmp_path / "draft" / "config.json").write_text(json.dumps({**content, "new_flag": True}))
+    edit_config(tmp_path / "draft", norm_before_fc=False, new_flag=True)
     with pytest.raises(ValueError, match="keys that this version does not know"):
         AutoConfig.from_pretrained(tmp_path / "draft")

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import itertools
 import json
 import math
 import re
@@ -12,18 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints.test_formats import assert_same, export, make_reference, midlayer, sglang, write
-from conftest import assert_not_loaded, make_prompt, make_target
+from conftest import assert_not_loaded, each_once, make_prompt, make_target
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.utils import logging
 
 from hf_eagle3 import Eagle3Config, Eagle3ForSpeculation
-from hf_eagle3.tensor_names import is_draft, without_prefix
+from hf_eagle3.tensor_names import is_draft
 
 
 YARN = {"type": "yarn", "factor": 4.0}
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0}
+LOADERS = [Eagle3ForSpeculation, AutoModel, AutoModelForCausalLM]
 
 
 @pytest.fixture(scope="module")
@@ -40,37 +40,42 @@ def load(folder, config, tensors, loader=Eagle3ForSpeculation, **kwargs):
     return loader.from_pretrained(write(folder, config, tensors), **kwargs)
 
 
+# Keys that mean nothing alone, nor together.
+NEUTRAL = {
+    **{"use_mrope": False, "additional_fc": False, "bias": False, "use_aux_norm": False, "parallel_drafting": False},
+    **{"anything": None, "number": 0, "text": "", "entries": [], "mapping": {}, "share": 0.0, "norm_type": "rms"},
+    **{"_comment_for_humans": "text", "target_model_type": "qwen3", "target_layer_count": 8, "modal_type": "VLM"},
+    **{"decoder_sparse_step": 1, "router_aux_loss_coef": 0.001, "num_experts_per_tok": 8, "num_experts": 128},
+    **{"image_token_id": 90, "im_end_id": 5, "eod_token_id": 3, "vision_start_token_id": 91, "image_newline": 3},
+    **{
+        "truncated_vocab_size": 32,
+        "partial_rotary_factor": 1.0,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+    },
+    **{"quantization_config": None, "speculator_config": None, "full_attention_interval": 4, "fc_norm": False},
+    **{"use_rotary_pos_emb": True, "is_causal": True, "use_rope": True, "is_neox_style": True, "k_train": 8},
+    **{"num_target_layers": 12, "ttt_length": 7, "step_loss_decay": 0.8, "distill_top_k": 1, "train_meta": {"lr": 1}},
+    **{"cod_retention": 0.8, "id2label": {"0": "LABEL_0"}, "return_dict": True, "is_encoder_decoder": False},
+    **{"attention_bias": True, "mlp_bias": True},  # of the target
+    "rope_parameters": {"rope_type": None, "rope_theta": None, "factor": None},
+    "rope_scaling": {"rope_type": "default", "mrope_section": None, "alpha": 0},
+    "eagle_config": {"use_mtp_layernorm": False, "something_new": None, "other": 0, "use_last_layernorm": True},
+}
+
+
 @pytest.mark.parametrize(
     "changes",
     [
-        {"use_mrope": False, "additional_fc": False, "bias": False, "use_aux_norm": False},
-        {"anything": None, "number": 0, "text": "", "entries": [], "mapping": {}, "share": 0.0},
-        {"_comment_for_humans": "text", "target_model_type": "qwen3", "target_layer_count": 8, "modal_type": "VLM"},
-        {"decoder_sparse_step": 1, "router_aux_loss_coef": 0.001, "num_experts_per_tok": 8, "num_experts": 128},
-        {"image_token_id": 90, "im_end_id": 5, "eod_token_id": 3, "vision_start_token_id": 91, "image_newline": 3},
-        {"truncated_vocab_size": 32, "partial_rotary_factor": 1.0, "layer_types": ["full_attention"] * 32},
-        {"norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "parallel_drafting": False},
-        {"quantization_config": None, "speculator_config": None, "full_attention_interval": 4, "norm_type": "rms"},
-        {"use_rotary_pos_emb": True, "is_causal": True, "use_rope": True, "is_neox_style": True},
-        {"model_type": "gpt_oss", "num_local_experts": 16, "experts_per_token": 4},
+        {**NEUTRAL, "sliding_window": 512, "layer_types": ["full_attention"] * 32},
+        {"model_type": "gpt_oss", "num_local_experts": 16, "experts_per_token": 4, "layer_types": ["full_attention"]},
         {"model_type": "eagle", "architectures": ["Eagle3LlamaForCausalLM"]},  # vLLM's name
-        {
-            "num_target_layers": 12,
-            "ttt_length": 7,
-            "step_loss_decay": 0.8,
-            "distill_top_k": 1,
-            "train_meta": {"lr": 1},
-        },
-        {"parallel_drafting": False, "cod_retention": 0.8, "k_train": 8},
-        {"attention_bias": True, "mlp_bias": True},  # of the target
         {"sliding_window": 8, "layer_types": ["full_attention"]},
         {"sliding_window": 8, "layer_types": ["sliding_attention"] * 12},  # of the target
-        {"sliding_window": 512, "id2label": {"0": "LABEL_0"}, "return_dict": True, "is_encoder_decoder": False},
-        {"eagle_config": {"use_mtp_layernorm": False, "something_new": None, "other": 0, "use_last_layernorm": True}},
-        {"rope_scaling": {"rope_type": "default", "mrope_section": None, "alpha": 0}},
+        {"sliding_window": 512},
+        {"max_window_layers": 28, "sliding_window": None, "use_sliding_window": False},  # SpecForge's for Qwen3
         {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}},  # a text has one position a token
         {"use_mrope": True, "rope_parameters": {"mrope_section": [1, 1, 2], "mrope_interleaved": True}},
-        {"rope_parameters": {"rope_type": None, "rope_theta": None, "factor": None}},
         {"norm_before_residual": 0, "fc_norm": 0, "use_aux_hidden_state": 1},
     ],
     ids=lambda changes: next(iter(changes)),
@@ -86,10 +91,7 @@ def test_what_changes_nothing(tmp_path, target, reference, changes):
         ({"eagle_config": {"new_norm": True}}, r"does not know: \['eagle_config.new_norm'\]"),
         ({"rope_scaling": {"rope_type": "default", "twist": 2}}, r"rotary embedding .* does not know: \['twist'\]"),
         ({"norm_before_residual": "false"}, "`norm_before_residual` is 'false', but must be true or false"),
-        (
-            {"eagle_config": {"use_aux_hidden_state": "no"}},
-            "`use_aux_hidden_state` is 'no', but must be true or false",
-        ),
+        ({"eagle_config": {"use_aux_hidden_state": "no"}}, "`use_aux_hidden_state` is 'no', but must be true or"),
         ({"use_aux_hidden_state": 0}, "EAGLE-1 and 2"),
         ({"draft_vocab_size": "32"}, "`draft_vocab_size` is '32', but must be a positive integer"),
         ({"intermediate_size": 10**12}, "`intermediate_size` is 1000000000000, but must be a positive integer, up to"),
@@ -98,20 +100,14 @@ def test_what_changes_nothing(tmp_path, target, reference, changes):
         ({"rope_theta": 10**400}, "`rope_theta` is 10+, but must be a positive number"),
         ({"rope_scaling": {**YARN, "original_max_position_embeddings": 0}}, "`original_max_position_embeddings` is 0"),
         ({"rope_scaling": {**YARN, "beta_fast": "32"}}, "`beta_fast` is '32', but must be a positive number"),
-        (
-            {"rope_scaling": {**LONGROPE, "short_factor": [1.0] * 3}},
-            "`short_factor` is .* must be a list of 4 numbers",
-        ),
+        ({"rope_scaling": {**LONGROPE, "short_factor": [1.0] * 3}}, "`short_factor` is .* must be a list of 4 num"),
         ({"rope_scaling": {**LONGROPE, "long_factor": ["1"] * 4}}, "`long_factor` is .* must be a list of 4 numbers"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
-        (
-            {"partial_rotary_factor": 0.4},
-            "`partial_rotary_factor` is 0.4, but must .* an even number of a head's 8 entries",
-        ),
+        ({"partial_rotary_factor": 0.4}, "factor` is 0.4, but must .* an even number of a head's 8 entries"),
         ({"rope_parameters": {"partial_rotary_factor": 2}}, "`partial_rotary_factor` is 2, but must be at most 1"),
         (
             {"partial_rotary_factor": 1, "rope_parameters": {"partial_rotary_factor": 0.5}},
-            "is 1 in config.json, but 0.5 in its `rope_para",
+            "is 1 in config.json, but 0.5",
         ),
         ({"eagle_config": {"partial_rotary_factor": 0.5}}, "does not know: .'eagle_config.partial_rotary_factor'"),
         ({"norm_type": "layer"}, "norm_type"),
@@ -127,28 +123,22 @@ def test_what_changes_nothing(tmp_path, target, reference, changes):
         ({"layer_types": ["sliding_attention"]}, "'sliding_attention', but no window is on"),
         ({"layer_types": ["chunked_attention"]}, "`layer_types` is .'chunked_attention'"),
         (
-            {"num_hidden_layers": 1, "sliding_window": 8},
-            r'add `"layer_types": \["sliding_attention"\]`.*set `use_sliding_window` to f',
+            {"sliding_window": 8, "use_sliding_window": True},
+            r'`sliding_window` of 8, .* add `"layer_types": \["sliding_attention"\]`.*set `use_sliding_window` to f',
         ),
         (
             {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}},
             "`alpha` .1000.0.*also set `rope_theta` to 100000000, which vLLM computes",
         ),
         ({"rope_scaling": "yarn"}, "`rope_scaling` is 'yarn', but must be a mapping"),
-        (
-            {"rope_scaling": {"type": "linear"}},
-            r"read as sglang: Missing required keys in `rope_parameters` .*\{'factor'\}",
-        ),
+        ({"rope_scaling": {"type": "linear"}}, r"read as sglang: Missing required keys in `rope_param.*\{'factor'\}"),
         (
             {"rope_parameters": {"rope_type": "linear", "factor": 8.0}, "rope_scaling": YARN},
             "`rope_scaling` says .*'yarn'.*4.0.*, but `rope_parameters` .*'linear'.*8.0.*. Remove the wrong one",
         ),
         ({"rope_scaling": {"factor": 8.0}}, "`rope_scaling` has a `factor` of 8.0, but no `rope_type`. Set it"),
         ({"draft_num_hidden_layers": "two"}, "`draft_num_hidden_layers` is 'two', but must be a positive integer"),
-        (
-            {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}},
-            "is 5.0 in config.json, but 6.0 in its `rope_para",
-        ),
+        ({"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}}, "is 5.0 in config.json, but 6.0 in its `rope_"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "EAGLE-1 and 2"),
         ({"use_aux_hidden_state": False}, "EAGLE-1 and 2"),
         ({"kv_lora_rank": 8}, "MLA.*SGLang and vLLM"),
@@ -168,10 +158,7 @@ def test_what_changes_nothing(tmp_path, target, reference, changes):
             {"aux_hidden_states_layer_ids": [1, 5, 8], "target_layer_ids": [1, 5, 9]},
             r"`aux_hidden_states_layer_ids` is \[1, 5, 8\], but `target_layer_ids` is \[1, 5, 9\]",
         ),
-        (
-            {"draft_layer_ids": [1, 5, 8]},
-            r"does not know: \['draft_layer_ids'\]. If they do not change .* remove them",
-        ),
+        ({"draft_layer_ids": [1, 5, 8]}, r"not know: \['draft_layer_ids'\]. If they do not change .* remove them"),
         ({"eagle_config": {"aux_layer_ids": [1, 5, 8]}}, r"does not know: \['eagle_config.aux_layer_ids'\]"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -195,18 +182,9 @@ def test_kinds_are_told_by_tensors(tmp_path, reference):
         ({**tensors, "midlayer.mlp.experts.0.up_proj.weight": torch.ones(3)}, "draft of experts"),
         ({**tensors, "midlayer.self_attn.kv_a_proj_with_mqa.weight": torch.ones(3)}, "MLA"),
         ({**tensors, "mask_hidden": torch.ones(3)}, "parallel draft .P-EAGLE.*Add .*`mask_token_id`"),
-        (
-            {**tensors, "edfuse.up_proj.weight": torch.ones(3), "embnorm.weight": torch.ones(3)},
-            "it holds .'edfuse.up_proj",
-        ),
-        (
-            {**tensors, "midlayer.pre_feedforward_layernorm.weight": torch.ones(3)},
-            "layers hold .'pre_feedforward_layer",
-        ),
-        (
-            {name.replace("midlayer", "layers.0"): tensor for name, tensor in mtp.items()},
-            "multi-token prediction .MTP",
-        ),
+        ({**tensors, "edfuse.up_proj.weight": torch.ones(3)}, "it holds .'edfuse.up_proj"),
+        ({**tensors, "midlayer.pre_feedforward_layernorm.weight": torch.ones(3)}, "layers hold .'pre_feedforward_"),
+        ({name.replace("midlayer", "layers.0"): tensor for name, tensor in mtp.items()}, "multi-token prediction"),
         ({**tensors, "layers.1.self_attn.q_proj.weight": torch.ones(32, 64)}, "each of its layers reads the token"),
         ({name.replace("midlayer", "layers.0"): tensor for name, tensor in without_norm.items()}, "EAGLE-1 and 2"),
         ({name.replace("midlayer", "layers.0"): tensor for name, tensor in of_research.items()}, "research code"),
@@ -217,9 +195,8 @@ def test_kinds_are_told_by_tensors(tmp_path, reference):
 @pytest.mark.parametrize(
     "kind, dtype",
     [
-        *itertools.product(["safetensors", "bin", "old bin"], [torch.int8, torch.uint8]),
-        ("safetensors", torch.float8_e4m3fn),
-        ("bin", torch.float8_e4m3fn),
+        *each_once(["safetensors", "bin", "old bin"], [torch.int8, torch.uint8]),
+        *each_once(["safetensors", "bin"], [torch.float8_e4m3fn]),
     ],
 )
 def test_weights_that_need_scales(tmp_path, reference, dtype, kind):
@@ -231,15 +208,14 @@ def test_weights_that_need_scales(tmp_path, reference, dtype, kind):
 
 
 @pytest.mark.parametrize(
-    "quantization, method",
+    "quantization, method, dtype",
     [
-        ({"quantization_config": {"bits": 4}}, "an unnamed method"),
-        ({"quantization": {"group_size": 64, "bits": 4}}, "an unnamed method"),
-        ({"quantization_config": "fp8"}, "an unnamed method"),
-        ({"quantization_config": {"quant_method": "fp8", "bits": 8}}, "fp8"),
+        ({"quantization_config": {"bits": 4}}, "an unnamed method", torch.int8),
+        ({"quantization": {"group_size": 64, "bits": 4}}, "an unnamed method", torch.float8_e4m3fn),
+        ({"quantization_config": "fp8"}, "an unnamed method", torch.float8_e4m3fn),
+        ({"quantization_config": {"quant_method": "fp8", "bits": 8}}, "fp8", torch.int8),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_weights_that_are_quantized(tmp_path, target, reference, quantization, method, dtype):
     """A draft may have its target's configuration, but weights that are not quantized."""
     config, tensors = sglang(reference, **quantization), midlayer(reference)
@@ -263,19 +239,17 @@ def test_prefixes(tmp_path, target, prefix):
         assert_same(draft, reference, target)
 
 
-@pytest.mark.parametrize(
-    "rename",
-    [
-        lambda name: "model." * name.startswith(("layers", "midlayer")) + name,
-        lambda name: "model." * name.startswith(("fc", "norm")) + name,
-        lambda name: "model." * name.startswith("norm") + name,
-        lambda name: "model." * name.startswith(("lm_head", "d2t", "t2d")) + name,
-        lambda name: {"layers": "draft.", "midlayer": "draft.", "fc": "model."}.get(name.split(".")[0], "") + name,
-        lambda name: "draft_model." + "model." * name.startswith(("layers", "midlayer")) + name,
-    ],
-    ids=["layer", "fc and norm", "norm", "head", "two", "one in the other"],
-)
-@pytest.mark.parametrize("names", [midlayer, torch.nn.Module.state_dict], ids=["midlayer", "layers.0"])
+RENAMINGS = [
+    lambda name: "model." * name.startswith(("layers", "midlayer")) + name,
+    lambda name: "model." * name.startswith(("fc", "norm")) + name,
+    lambda name: "model." * name.startswith("norm") + name,
+    lambda name: "model." * name.startswith(("lm_head", "d2t", "t2d")) + name,
+    lambda name: {"layers": "draft.", "midlayer": "draft.", "fc": "model."}.get(name.split(".")[0], "") + name,
+    lambda name: "draft_model." + "model." * name.startswith(("layers", "midlayer")) + name,
+]
+
+
+@pytest.mark.parametrize("rename, names", each_once(RENAMINGS, [midlayer, torch.nn.Module.state_dict]))
 def test_prefixes_of_some_names(tmp_path, target, reference, rename, names):
     tensors = {rename(name): tensor for name, tensor in names(reference).items()}
     config = sglang(reference, architectures=["LlamaForCausalLM"])
@@ -298,10 +272,7 @@ def test_prefixes_of_some_names(tmp_path, target, reference, rename, names):
         (["fc.weight", "model.layers.0.self_attn.o_proj.weight"], False),  # a model with a head of its own
         (["fc.weight", "layers.0.self_attn.o_proj.weight", "layers.1.self_attn.o_proj.weight"], True),
         (["model.fc.weight", "model.layers.1.self_attn.o_proj.weight", "lm_head.weight"], True),
-        (
-            ["decoder.fc.weight", "decoder.layers.0.self_attn.o_proj.weight", "encoder.conv.weight"],
-            False,
-        ),  # Xcodec2's form
+        (["decoder.fc.weight", "decoder.layers.0.self_attn.o_proj.weight", "encoder.conv.weight"], False),  # Xcodec2
         (["fc.weight", "hidden_norm.weight", "layers.0.self_attn.o_proj.weight"], False),  # DFlash
         (["fc.weight", "hidden_norm.weight", "midlayer.self_attn.o_proj.weight"], True),  # SpecForge's experts
         (["fc.weight", "hidden_norm.weight", "lm_head_layernorm.weight"], True),  # speculators' research code
@@ -356,13 +327,10 @@ def test_the_rotary_base_of_angelslim(tmp_path, reference):
 
 
 def test_original_length_of_phi(tmp_path, reference):
-    inside = {**YARN, "original_max_position_embeddings": 64}
-    for folder, changes in {
-        "inside": {"rope_scaling": inside},
-        "outside": {"rope_scaling": YARN, "original_max_position_embeddings": 64},
-    }.items():
-        draft = load(tmp_path / folder, sglang(reference, **changes), midlayer(reference))
-        assert draft.config.transformer_layer_config.rope_parameters["original_max_position_embeddings"] == 64
+    """It stands outside of the keys of the scaling."""
+    config = sglang(reference, rope_scaling=YARN, original_max_position_embeddings=64)
+    draft = load(tmp_path / "draft", config, midlayer(reference))
+    assert draft.config.transformer_layer_config.rope_parameters["original_max_position_embeddings"] == 64
 
 
 @pytest.mark.parametrize(
@@ -378,23 +346,25 @@ def test_sizes_in_another_place(tmp_path, reference, place, advice):
         load(tmp_path / "draft", config, midlayer(reference))
 
 
-def test_names_without_prefix():
-    names = ["module.model.fc.weight", "module.model.layers.0.self_attn.o_proj.weight", "module.lm_head.weight", "d2t"]
-    assert list(without_prefix(names).values())[1:] == ["layers.0.self_attn.o_proj.weight", "lm_head.weight", "d2t"]
-
-
-@pytest.mark.parametrize("loader", [Eagle3ForSpeculation, AutoModel, AutoModelForCausalLM])
-@pytest.mark.parametrize("wrapped", [lambda held: {"state_dict": held}, lambda held: {"model": held, "epoch": 3}])
+@pytest.mark.parametrize(
+    "loader, wrapped",
+    each_once(LOADERS, [lambda held: {"state_dict": held}, lambda held: {"model": held, "epoch": 3}]),
+)
 def test_what_a_trainer_saved_is_taken_for_no_random_model(tmp_path, reference, loader, wrapped):
     folder = write(tmp_path / "draft", sglang(reference), wrapped(midlayer(reference)), "bin")
     with pytest.raises(ValueError, match="holds other things than tensors.* Save the tensors alone"):
         loader.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("loader", [AutoModel, AutoModelForCausalLM])
 @pytest.mark.parametrize(
-    "kind, model_type",
-    [("safetensors", "llama"), ("sharded", "kimi_k2"), ("bin", "llama"), ("old bin", "llama"), ("safetensors", None)],
+    "loader, kind, model_type",
+    [
+        (AutoModel, "safetensors", "llama"),
+        (AutoModelForCausalLM, "sharded", "kimi_k2"),
+        (AutoModelForCausalLM, "bin", "llama"),
+        (AutoModel, "old bin", "llama"),
+        (AutoModelForCausalLM, "safetensors", None),
+    ],
 )
 def test_no_draft_is_taken_for_a_random_model(tmp_path, reference, loader, kind, model_type):
     """Though nothing in its configuration says that it is one."""
@@ -407,7 +377,7 @@ def test_no_draft_is_taken_for_a_random_model(tmp_path, reference, loader, kind,
     assert all(tensor.equal(reference.state_dict()[name]) for name, tensor in draft.state_dict().items())
 
 
-@pytest.mark.parametrize("loader", [Eagle3ForSpeculation, AutoModel, AutoModelForCausalLM])
+@pytest.mark.parametrize("loader", LOADERS)
 def test_a_draft_without_its_layers_is_taken_for_no_random_model(tmp_path, target, loader):
     reference = make_reference(target, full=True)
     tensors = {name: tensor for name, tensor in reference.state_dict().items() if "layers" not in name}
@@ -426,20 +396,19 @@ def test_eagle_1_is_taken_for_no_random_model(tmp_path, target, num_layers):
 
 
 @pytest.mark.parametrize(
-    "ids, depth, expected, is_said",
+    "ids, depth, expected, is_said, place",
     [
-        (None, 12, [2, 6, 9], True),
-        ([1, 5, 8], 12, [2, 6, 9], False),  # the usual outputs
-        ([2, 6, 9], 12, [2, 6, 9], True),  # the usual inputs
-        ([2, 30, 58], 61, [2, 30, 58], True),
-        ([2, 30, 58], 62, [3, 31, 59], True),  # of another target they are outputs
-        ([3, 15, 27], 36, [4, 16, 28], True),
-        ([24, 30, 36], 36, [24, 30, 36], True),  # with the state after the last layer
-        ([5, 17, 29], 30, [6, 18, 30], True),
-        ([1, 3, 5, 8], 12, [2, 4, 6, 9], True),
+        (None, 12, [2, 6, 9], True, "top"),
+        ([1, 5, 8], 12, [2, 6, 9], False, "eagle_config"),  # the usual outputs
+        ([2, 6, 9], 12, [2, 6, 9], True, "top"),  # the usual inputs
+        ([2, 30, 58], 61, [2, 30, 58], True, "both"),
+        ([2, 30, 58], 62, [3, 31, 59], True, "eagle_config"),  # of another target they are outputs
+        ([3, 15, 27], 36, [4, 16, 28], True, "top"),
+        ([24, 30, 36], 36, [24, 30, 36], True, "both"),  # with the state after the last layer
+        ([5, 17, 29], 30, [6, 18, 30], True, "top"),
+        ([1, 3, 5, 8], 12, [2, 4, 6, 9], True, "eagle_config"),
     ],
 )
-@pytest.mark.parametrize("place", ["top", "eagle_config", "both"])
 def test_layer_ids(tmp_path, target, reference, said, ids, depth, expected, is_said, place):
     num_states = 3 if ids is None else len(ids)
     tensors = midlayer(reference) | {"fc.weight": torch.ones(32, 32 * num_states)}
@@ -465,14 +434,13 @@ def test_layer_ids(tmp_path, target, reference, said, ids, depth, expected, is_s
 
 
 @pytest.mark.parametrize(
-    "ids, how",
+    "key, ids, how",
     [
-        ([1, 5, 8], None),
-        ([8, 1, 5], r"out of order: .* inputs of \[9, 2, 6\].*ids=\[2, 6, 9\]`"),
-        ([1, 1, 8], r"twice: .* inputs of \[2, 2, 9\].*correct the wrong one in its config"),
+        ("eagle_aux_hidden_state_layer_ids", [1, 5, 8], None),
+        ("eagle_aux_hidden_state_layer_ids", [8, 1, 5], r"out of order: .* inputs of \[9, 2, 6\].*ids=\[2, 6, 9\]`"),
+        ("target_layer_ids", [1, 1, 8], r"twice: .* inputs of \[2, 2, 9\].*correct the wrong one in its config"),
     ],
 )
-@pytest.mark.parametrize("key", ["eagle_aux_hidden_state_layer_ids", "target_layer_ids"])
 def test_layer_ids_that_engines_read_in_another_order(tmp_path, target, reference, said, ids, how, key):
     folder = write(tmp_path / "draft", sglang(reference, **{key: ids}), midlayer(reference))
     for loader in (Eagle3ForSpeculation, AutoModel):
@@ -501,11 +469,17 @@ def test_an_adapter_of_the_draft(tmp_path, target, reference):
     folder = write(tmp_path / "draft", sglang(reference), midlayer(reference))
     settings = LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     adapted = get_peft_model(Eagle3ForSpeculation.from_pretrained(folder), settings)
-    adapted.save_pretrained(tmp_path / "adapter")
+    for place in ("adapter", "adapters/first"):
+        adapted.save_pretrained(tmp_path / place)
     expected = adapted.merge_and_unload()
     assert not expected.layers[0].mlp.up_proj.weight.equal(reference.layers[0].mlp.up_proj.weight)
-    for loader in (Eagle3ForSpeculation, AutoModel):
-        loaded = loader.from_pretrained(tmp_path / "adapter")
+    inside = {"adapter_kwargs": {"subfolder": "first"}}
+    for loader, place, kwargs in (
+        (Eagle3ForSpeculation, "adapters", inside),
+        (Eagle3ForSpeculation, "adapter", {}),
+        (AutoModel, "adapter", {}),
+    ):
+        loaded = loader.from_pretrained(tmp_path / place, **kwargs)
         assert loaded._hf_peft_config_loaded
         assert_same(loaded, expected, target)
     tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
@@ -518,15 +492,6 @@ def test_an_adapter_of_the_draft(tmp_path, target, reference):
     (tmp_path / "elsewhere").rename(folder / "inside")
     with pytest.raises(ValueError, match="cannot be loaded. If it is elsewhere .a `subfolder`.*no config.json"):
         Eagle3ForSpeculation.from_pretrained(tmp_path / "adapter")
-
-
-def test_where_an_adapter_of_the_draft_is(tmp_path, target, reference):
-    folder = write(tmp_path / "draft", sglang(reference), midlayer(reference))
-    settings = LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-    adapted = get_peft_model(Eagle3ForSpeculation.from_pretrained(folder), settings)
-    adapted.save_pretrained(tmp_path / "adapters" / "first")
-    loaded = Eagle3ForSpeculation.from_pretrained(tmp_path / "adapters", adapter_kwargs={"subfolder": "first"})
-    assert_same(loaded, adapted.merge_and_unload(), target)
     path = tmp_path / "adapters" / "first" / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": str(path.parent)}))
     with pytest.raises(ValueError, match="is an adapter of the draft .*, which cannot be loaded.*is an adapter, too"):
@@ -560,9 +525,15 @@ def test_layer_ids_of_the_caller(tmp_path, target, reference, loader):
     assert changed.config.norm_output and changed.config.output_attentions and changed.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("key", ["aux_hidden_states_layer_ids", "target_layer_ids"])
-@pytest.mark.parametrize("place", ["top", "eagle_config"])
-@pytest.mark.parametrize("other", [None, [2, 6, 9], [3, 7, 10]])
+@pytest.mark.parametrize(
+    "key, place, other",
+    [
+        ("aux_hidden_states_layer_ids", "top", None),
+        ("target_layer_ids", "eagle_config", None),
+        ("aux_hidden_states_layer_ids", "eagle_config", [2, 6, 9]),
+        ("target_layer_ids", "top", [3, 7, 10]),
+    ],
+)
 def test_layer_ids_of_outputs(tmp_path, target, reference, said, key, place, other):
     """
     AngelSlim's and DeepSpec's count outputs, and so prove what other ids count. Without them, [2, 6, 9] would be the usual
@@ -599,8 +570,10 @@ def test_the_state_after_the_last_layer(family):
     assert not target._forward_hooks
 
 
-@pytest.mark.parametrize("vocabulary", ["whole", "mapped"])
-@pytest.mark.parametrize("changes", [{}, {"reuse_target_lm_head": True}, {"tie_word_embeddings": True}])
+@pytest.mark.parametrize(
+    "vocabulary, changes",
+    [("mapped", {}), ("whole", {"reuse_target_lm_head": True}), ("mapped", {"tie_word_embeddings": True})],
+)
 def test_the_head_of_the_target(tmp_path, target, vocabulary, changes):
     reference = make_reference(target, full=vocabulary == "whole", eagle_aux_hidden_state_layer_ids=[2, 6, 9])
     rows = target.lm_head.weight[reference.draft_token_ids]
@@ -629,9 +602,15 @@ def test_the_head_of_the_target(tmp_path, target, vocabulary, changes):
     assert_same(Eagle3ForSpeculation.from_pretrained(tmp_path / "saved"), reference, target)
 
 
-def test_a_head_that_is_borrowed_without_gradients_can_be_trained(tmp_path, target, reference):
+@pytest.fixture
+def headless(tmp_path, reference):
+    """A draft that stores no head."""
     tensors = {name: tensor for name, tensor in midlayer(reference).items() if name != "lm_head.weight"}
-    draft = load(tmp_path / "draft", sglang(reference), tensors)
+    return load(tmp_path / "draft", sglang(reference), tensors)
+
+
+def test_a_head_that_is_borrowed_without_gradients_can_be_trained(headless, target):
+    draft = headless
     with torch.inference_mode():
         target.generate(make_prompt(5), assistant_model=draft, max_new_tokens=4)
     states = torch.ones(1, 2, 32)
@@ -639,10 +618,9 @@ def test_a_head_that_is_borrowed_without_gradients_can_be_trained(tmp_path, targ
     assert draft.lm_head.weight.grad.abs().sum() > 0
 
 
-def test_a_head_that_is_borrowed_does_not_keep_the_target_s(tmp_path, reference):
+def test_a_head_that_is_borrowed_does_not_keep_the_target_s(headless):
     """It is a copy, so memory of a target that is no longer used must be free again."""
-    tensors = {name: tensor for name, tensor in midlayer(reference).items() if name != "lm_head.weight"}
-    draft, other = load(tmp_path / "draft", sglang(reference), tensors), make_target("llama", num_hidden_layers=12)
+    draft, other = headless, make_target("llama", num_hidden_layers=12)
     other.generate(make_prompt(5), assistant_model=draft, max_new_tokens=4)
     head = weakref.ref(other.lm_head)
     del other
@@ -650,14 +628,12 @@ def test_a_head_that_is_borrowed_does_not_keep_the_target_s(tmp_path, reference)
     assert head() is None and draft.lm_head.out_features > 0
 
 
-def test_a_head_that_the_target_does_not_have(tmp_path, target, reference):
-    tensors = {name: tensor for name, tensor in midlayer(reference).items() if name != "lm_head.weight"}
-    draft = load(tmp_path / "draft", sglang(reference), tensors)
+def test_a_head_that_the_target_does_not_have(headless):
     for head in (torch.nn.Linear(32, 90), torch.nn.Linear(16, 96), torch.nn.Linear(32, 96, device="meta")):
         other = make_target("llama", num_hidden_layers=12)
         other.lm_head = head
         with pytest.raises(ValueError, match="stores no head. It needs the target's"):
-            draft.validate_target(other)
+            headless.validate_target(other)
 
 
 def test_a_draft_of_speculators_without_a_head(tmp_path, said):
@@ -705,25 +681,14 @@ def test_a_head_of_ours_that_is_lost_is_no_target_s(tmp_path, reference):
         Eagle3ForSpeculation.from_pretrained(tmp_path)
 
 
-def test_biases_of_qwen2(tmp_path, target):
-    reference = make_reference(target, attention_bias=True, eagle_aux_hidden_state_layer_ids=[2, 6, 9])
-    reference.layers[0].self_attn.o_proj.bias.data.zero_()
-    tensors = {name: tensor for name, tensor in midlayer(reference).items() if not name.endswith("o_proj.bias")}
-    assert_same(load(tmp_path / "draft", sglang(reference, model_type="qwen2"), tensors), reference, target)
-
-
 def test_deepspec(tmp_path, target, said):
     """It has five states, the layers of Qwen3, the whole vocabulary, and the keys of its target and training."""
     states = [2, 4, 6, 8, 10]
     reference = make_reference(
         target, model_type="qwen3", full=True, own_embedding="trained", eagle_aux_hidden_state_layer_ids=states
     )
-    keys = {"num_target_layers": 12, "draft_num_hidden_layers": 1, "ttt_length": 7, "step_loss_decay": 1.0}
-    names = {
-        "architectures": ["Qwen3Eagle3Model"],
-        "model_type": "qwen3",
-        "target_model_name_or_path": "Qwen/Qwen3-8B",
-    }
+    keys = {"num_target_layers": 12, "draft_num_hidden_layers": 1, "target_model_name_or_path": "Qwen/Qwen3-8B"}
+    names = {"architectures": ["Qwen3Eagle3Model"], "model_type": "qwen3"}
     config = sglang(reference, **keys, **names, target_layer_ids=[layer_id - 1 for layer_id in states])
     del config["draft_vocab_size"]
     for loader in (Eagle3ForSpeculation, AutoModel):
@@ -733,8 +698,9 @@ def test_deepspec(tmp_path, target, said):
     assert not [text for text in said if "layer ids" in text]
 
 
-@pytest.mark.parametrize("key", ["mask_token_id", "pard_token", "ptd_token_id"])
-@pytest.mark.parametrize("place", ["top", "eagle_config"])
+@pytest.mark.parametrize(
+    "key, place", [("mask_token_id", "top"), ("pard_token", "eagle_config"), ("ptd_token_id", "top")]
+)
 def test_parallel_drafts(tmp_path, target, key, place):
     """As NeMo Automodel saves them, and vLLM reads them."""
     reference = make_reference(
@@ -802,16 +768,6 @@ def test_layer_ids_that_sglang_reads(tmp_path, family, ids, written):
     if ids[0] != 2:  # for which SGLang must be told apart
         with pytest.raises(ValueError, match="this draft does not name its target"):
             export(back, tmp_path / "again", "sglang")
-
-
-@pytest.mark.parametrize("overrides", [{"norm_before_fc": True}, {"num_hidden_layers": 3}])
-def test_what_sglang_takes_since_it_was_first_served(tmp_path, target, overrides):
-    draft = make_reference(target, eagle_aux_hidden_state_layer_ids=[2, 6, 9], **overrides)
-    export(draft, tmp_path / "other", "sglang")
-    config = json.loads((tmp_path / "other" / "config.json").read_text())
-    assert config["num_hidden_layers"] == draft.config.num_hidden_layers
-    assert config["eagle_config"].get("norm_before_fc", False) == draft.config.norm_before_fc
-    assert_same(Eagle3ForSpeculation.from_pretrained(tmp_path / "other"), draft, target)
 
 
 def test_the_norm_of_later_layers_that_sglang_reads(tmp_path, target):

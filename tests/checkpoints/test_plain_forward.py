@@ -68,19 +68,12 @@ FORMS = {
 }
 
 
+# fmt: off
 def make_tensors(
-    head_dim=8,
-    num_layers=1,
-    num_states=3,
-    target_width=WIDTH,
-    biases="",
-    mlp_biases=False,
-    query_norms=False,
-    fc_norm=False,
-    input_norm=False,
-    table=False,
-    whole=False,
+    head_dim=8, num_layers=1, num_states=3, target_width=WIDTH, biases="", mlp_biases=False, query_norms=False,
+    fc_norm=False, input_norm=False, table=False, whole=False,
 ):
+    # fmt: on
     torch.manual_seed(0)
     sizes = {"q": HEADS * head_dim, "k": KV_HEADS * head_dim, "v": KV_HEADS * head_dim, "o": WIDTH}
     mlp = {"gate": (MLP_WIDTH, WIDTH), "up": (MLP_WIDTH, WIDTH), "down": (WIDTH, MLP_WIDTH)}
@@ -113,11 +106,8 @@ def frequencies(config, dim):
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     theta = rope.get("rope_theta") or config["rope_theta"]
     plain = [theta ** (-2 * i / dim) for i in range(dim // 2)]
-    kind, factor, length = (
-        rope.get("rope_type") or rope.get("type"),
-        rope.get("factor"),
-        rope.get("original_max_position_embeddings"),
-    )
+    kind, factor = rope.get("rope_type") or rope.get("type"), rope.get("factor")
+    length = rope.get("original_max_position_embeddings")
     if kind == "linear":
         return [angle / factor for angle in plain], 1.0
     if kind == "longrope":
@@ -141,9 +131,8 @@ def frequencies(config, dim):
             1 + 0.1 * rope.get(key, default) * math.log(factor)
             for key, default in (("mscale", 1), ("mscale_all_dim", 0))
         )
-        return [
-            (1 - share) * angle + share * angle / factor for angle, share in zip(plain, shares, strict=True)
-        ], scale / all_dims
+        angles = [(1 - share) * angle + share * angle / factor for angle, share in zip(plain, shares, strict=True)]
+        return angles, scale / all_dims
     return plain, 1.0
 
 
@@ -151,10 +140,8 @@ class PlainDraft:
     """Reads tensors by their names in speculators' format, computes in double precision, and attends row by row."""
 
     def __init__(self, config, tensors):
-        self.config, self.tensors = (
-            {**config, **config.get("eagle_config", {})},
-            {n: t.double() for n, t in tensors.items()},
-        )
+        self.config = {**config, **config.get("eagle_config", {})}
+        self.tensors = {name: tensor.double() for name, tensor in tensors.items()}
         self.dim = len(tensors["layers.0.self_attn.q_proj.weight"]) // HEADS
         self.num_layers = len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
         rope = {**config, **(config.get("rope_scaling") or {})}
@@ -167,11 +154,8 @@ class PlainDraft:
         return states @ self.tensors[f"{name}.weight"].T + bias
 
     def norm(self, name, states):
-        return (
-            states
-            / (states.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"]).sqrt()
-            * self.tensors[f"{name}.weight"]
-        )
+        variance = states.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"]
+        return states / variance.sqrt() * self.tensors[f"{name}.weight"]
 
     def rotate(self, heads, position):
         cos, sin = (self.scale * f(position * self.angles) for f in (torch.cos, torch.sin))
@@ -278,8 +262,16 @@ def fuse(tensors):
     return tensors
 
 
-@pytest.mark.parametrize("form", ["classic", "wide heads", "biases", "biases of Qwen2", "query norms", "three layers"])
-@pytest.mark.parametrize("prefix, layer", [("", "layers.0."), ("", "midlayer."), ("model.", "layers.0.")])
+@pytest.mark.parametrize(
+    "form, prefix, layer",
+    [
+        ("wide heads", "", "layers.0."),
+        ("biases", "", "midlayer."),
+        ("biases of Qwen2", "model.", "layers.0."),
+        ("query norms", "", "midlayer."),
+        ("three layers", "", "layers.0."),
+    ],
+)
 def test_projections_that_are_fused(tmp_path, form, prefix, layer):
     config, tensors = {**BASE, **FORMS[form][0]}, make_tensors(**FORMS[form][1])
     stored = {prefix + name.replace("layers.0.", layer): weight for name, weight in fuse(tensors).items()}

@@ -5,6 +5,7 @@ are scaled down here, all other keys are as they are, and the weights are random
 
 import copy
 import functools
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +13,8 @@ from types import SimpleNamespace
 import conftest
 import pytest
 import torch
+from checkpoints.test_formats import write
 from conftest import EXPERIMENTS, make_prompt, make_target
-from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig
 
 from hf_eagle3 import Eagle3ForSpeculation
@@ -89,11 +90,8 @@ def tensors_for(config, holds):
     if eagle.get("use_aux_hidden_state") is False:
         del shapes["fc"]
     prefix = "model." if "prefix" in holds else ""
-    tensors = {
-        f"{prefix * (name != 'lm_head')}{name}.weight": 0.1 * torch.randn(shape, generator=generator)
-        + (len(shape) == 1)
-        for name, shape in shapes.items()
-    }
+    weights = {name: 0.1 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    tensors = {f"{prefix * (n != 'lm_head')}{n}.weight": weight + (weight.dim() == 1) for n, weight in weights.items()}
     if "mapping without effect" in holds:
         tensors |= {"d2t": torch.zeros(VOCAB_SIZE, dtype=torch.int64), "t2d": torch.ones(VOCAB_SIZE, dtype=torch.bool)}
     if "mask" in holds:
@@ -124,13 +122,6 @@ def tensors_for(config, holds):
         tensors["d2t"] = token_ids - torch.arange(draft_vocab_size)
         tensors["t2d"] = torch.isin(torch.arange(VOCAB_SIZE), token_ids)
     return tensors
-
-
-def write(folder, config, tensors):
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return folder
 
 
 def save_again(folder):
@@ -164,21 +155,22 @@ def a_target_of(num_layers):
     return SimpleNamespace(config=SimpleNamespace(get_text_config=lambda decoder: text_config))
 
 
-@pytest.mark.parametrize("name", DRAFTS)
-def test_a_published_draft(tmp_path, name):
+@pytest.mark.parametrize(
+    "name, auto_class", zip(DRAFTS, itertools.cycle([AutoModel, AutoModelForCausalLM])), ids=list(DRAFTS)
+)
+def test_a_published_draft(tmp_path, name, auto_class):
     """It is what it says, or refused with the reason, whoever loads it; and a random model by nobody."""
     entry = DRAFTS[name]
     config, holds = scale(entry["config"]), entry.get("holds", [])
     folder = write(tmp_path / name, config, tensors_for(config, holds))
-    loaders = [Eagle3ForSpeculation, AutoModel, AutoModelForCausalLM]
+    loaders = [Eagle3ForSpeculation, auto_class]
     if "refused" in entry:
         for loader in (*loaders, AutoConfig):
             with pytest.raises(ValueError, match=entry["refused"]):
                 loader.from_pretrained(folder)
         return
     drafts = [loader.from_pretrained(folder).eval() for loader in loaders]
-    can_be_saved = "model_type" in config and len(config.get("layer_types", [])) < 2  # the rest LlamaConfig refuses
-    if can_be_saved:
+    if "model_type" in config and len(config.get("layer_types", [])) < 2:  # the rest LlamaConfig refuses
         save_again(folder)
         drafts += [AutoModel.from_pretrained(folder).eval()]
     weights = drafts[0].state_dict()
@@ -190,9 +182,8 @@ def test_a_published_draft(tmp_path, name):
     draft = drafts[-1]
     # A target of as few layers has its early, middle and late states elsewhere.
     draft.config.aux_layer_ids_assumed = False
-    draft.config.eagle_aux_hidden_state_layer_ids = [
-        round(layer_id * NUM_LAYERS / entry["layers"]) for layer_id in entry["reads"]
-    ]
+    ids = [round(layer_id * NUM_LAYERS / entry["layers"]) for layer_id in entry["reads"]]
+    draft.config.eagle_aux_hidden_state_layer_ids = ids
     target, text = target_and_text(entry["target"])
     assert target.generate(PROMPT, assistant_model=draft, max_new_tokens=4, do_sample=False).equal(text)
 

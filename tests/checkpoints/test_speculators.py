@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkpoints.make_fixtures import LENGTH, STEPS, VARIANTS, make, run
-from conftest import assert_not_loaded, make_prompt, make_target
+from checkpoints.test_formats import edit_config
+from conftest import assert_not_loaded, each_once, make_prompt, make_target
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, BitsAndBytesConfig
 from transformers.utils import logging
@@ -42,9 +43,7 @@ def assert_same_logits(folder, expected):
     for step, (states, *_) in enumerate(ttt_unroll(draft, batch, STEPS)):
         rows = LENGTH - 1 - step
         ours, theirs = draft.lm_head(states)[0, :rows], expected["logits"][step, :rows]
-        torch.testing.assert_close(
-            ours, theirs, atol=1e-5, rtol=1e-5, msg=lambda text, step=step: f"step {step}: {text}"
-        )
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -87,6 +86,17 @@ def copy_of(folder, name, drop=(), **tensors):
     return folder
 
 
+OURS = ("weights_digest", "auto_map", "config_digest")  # keys that others do not write
+
+
+def copy_with_layers(folder, **changes):
+    """Copies a fixture, with other keys of its layers."""
+    copy_of(folder, "classic")
+    layer = json.loads((folder / "config.json").read_text())["transformer_layer_config"]
+    layer["rope_parameters"] |= changes.pop("rope", {})
+    return edit_config(folder, transformer_layer_config=layer | changes)
+
+
 @pytest.mark.parametrize("loader", [Eagle3ForSpeculation, AutoModel])
 def test_fields_that_the_caller_sets(tmp_path, loader):
     """The table is not announced, so that the draft is loaded twice."""
@@ -111,10 +121,8 @@ def test_weights_are_quantized_on_loading(loader, bits):
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
 def test_a_quantized_draft_is_left_to_transformers(tmp_path):
     """Which names the package that reads it."""
-    folder = copy_of(tmp_path / "draft", "classic")
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    (folder / "config.json").write_text(json.dumps(config))
+    quantization = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    folder = edit_config(copy_of(tmp_path / "draft", "classic"), quantization_config=quantization)
     assert AutoConfig.from_pretrained(folder).quantization_config["load_in_8bit"]
     assert_not_loaded(folder, "bitsandbytes", ImportError)
 
@@ -158,15 +166,12 @@ def test_mappings_as_others_write_them(tmp_path):
             Eagle3ForSpeculation.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("has_head", [False, True])
-@pytest.mark.parametrize("has_t2d", [False, True])
+@pytest.mark.parametrize("has_head, has_t2d", [(False, True), (True, False)])
 def test_tokens_in_order_of_frequency(tmp_path, has_head, has_t2d):
     """As converters copy them from Model-Optimizer's drafts."""
     expected = load_file(FIXTURES / "classic" / "model.safetensors")
-    token_ids, order = (
-        expected["d2t"] + torch.arange(12),
-        torch.randperm(12, generator=torch.Generator().manual_seed(0)),
-    )
+    token_ids = expected["d2t"] + torch.arange(12)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
     mapping = {"d2t": token_ids[order] - torch.arange(12), "lm_head.weight": expected["lm_head.weight"][order].clone()}
     drop = [*([] if has_head else ["lm_head.weight"]), *([] if has_t2d else ["t2d"])]
     folder = copy_of(tmp_path / "draft", "classic", drop, **mapping)
@@ -184,25 +189,23 @@ def test_ids_instead_of_offsets(tmp_path, is_sorted, has_t2d):
     """As some converters write `d2t`."""
     expected = load_file(FIXTURES / "classic" / "model.safetensors")
     order = torch.arange(12) if is_sorted else torch.randperm(12, generator=torch.Generator().manual_seed(0))
-    mapping = {
-        "d2t": (expected["d2t"] + torch.arange(12))[order].int(),
-        "lm_head.weight": expected["lm_head.weight"][order].clone(),
-    }
+    mapping = {"d2t": (expected["d2t"] + torch.arange(12))[order].int()}
+    mapping["lm_head.weight"] = expected["lm_head.weight"][order].clone()
     folder = copy_of(tmp_path / "draft", "classic", () if has_t2d else ("t2d",), **mapping)
     for loader in (Eagle3ForSpeculation, AutoModel):
         held = loader.from_pretrained(folder).state_dict()
         assert all(held[name].equal(expected[name]) for name in ("d2t", "t2d", "lm_head.weight"))
 
 
-@pytest.mark.parametrize("form", ["speculators", "flat", "flat bin"])
 @pytest.mark.parametrize(
-    "dtype, offset, is_exact",
+    "dtype, offset, is_exact, form",
     [
-        (torch.float16, 2047, True),
-        (torch.float16, 2049, False),
-        (torch.bfloat16, 255, True),
-        (torch.bfloat16, 257, False),
-        (torch.float32, 4001, True),
+        (torch.float16, 2047, True, "speculators"),
+        (torch.float16, 2049, False, "flat bin"),
+        (torch.bfloat16, 255, True, "flat"),
+        (torch.bfloat16, 257, False, "speculators"),
+        (torch.bfloat16, 257, False, "flat"),
+        (torch.float32, 4001, True, "flat bin"),
     ],
 )
 def test_a_mapping_of_floating_point_numbers(tmp_path, form, dtype, offset, is_exact):
@@ -212,9 +215,7 @@ def test_a_mapping_of_floating_point_numbers(tmp_path, form, dtype, offset, is_e
     draft = Eagle3ForSpeculation.from_target(target, token_ids, fc_norm=False, norm_output=False)
     if form == "speculators":
         draft.save_pretrained(tmp_path / "draft")
-        config = json.loads((tmp_path / "draft" / "config.json").read_text())
-        del config["weights_digest"], config["auto_map"]
-        (tmp_path / "draft" / "config.json").write_text(json.dumps(config))
+        edit_config(tmp_path / "draft", *OURS)
     else:
         export(draft, tmp_path / "draft", "sglang")
     path = tmp_path / "draft" / "model.safetensors"
@@ -238,10 +239,8 @@ def test_ids_that_a_converter_kept(tmp_path, said):
     draft = Eagle3ForSpeculation.from_target(target, eagle_aux_hidden_state_layer_ids=[1, 5, 8])
     draft.save_pretrained(tmp_path)
     for is_theirs in (False, True):
-        config = json.loads((tmp_path / "config.json").read_text())
         if is_theirs:
-            del config["weights_digest"], config["auto_map"], config["config_digest"]
-            (tmp_path / "config.json").write_text(json.dumps(config))
+            edit_config(tmp_path, *OURS)
         for loader in (Eagle3ForSpeculation, AutoModel):
             draft = loader.from_pretrained(tmp_path, **({} if is_theirs else {"trust_remote_code": True}))
             assert draft.resolve_aux_layer_ids(target) == [1, 5, 8]
@@ -260,10 +259,7 @@ def test_a_layer_that_was_only_compared_with(tmp_path, overrides):
     target, prompt = make_target("llama", num_hidden_layers=8), make_prompt(9)
     draft = Eagle3ForSpeculation.from_target(target, eagle_aux_hidden_state_layer_ids=[2, 4, 5], **overrides)
     draft.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["weights_digest"], config["auto_map"], config["config_digest"]
-    config["eagle_aux_hidden_state_layer_ids"].append(7)
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    edit_config(tmp_path, *OURS, eagle_aux_hidden_state_layer_ids=[2, 4, 5, 7])
     advice = r"reads 3 of its target's states .*, but config.json names 4 layers .the inputs of \[2, 4, 5, 7\].\. .*layer_ids=\[2, 4, 5\]`"
     assert_not_loaded(tmp_path, advice)
     loaded = Eagle3ForSpeculation.from_pretrained(tmp_path, eagle_aux_hidden_state_layer_ids=[2, 4, 5])
@@ -272,11 +268,7 @@ def test_a_layer_that_was_only_compared_with(tmp_path, overrides):
 
 @pytest.mark.parametrize("is_theirs", [False, True])
 def test_a_flag_whose_default_readers_disagree_on(tmp_path, said, is_theirs):
-    folder = copy_of(tmp_path / "draft", "classic")
-    config = json.loads((folder / "config.json").read_text())
-    if is_theirs:
-        del config["norm_before_residual"]
-    (folder / "config.json").write_text(json.dumps(config))
+    folder = edit_config(copy_of(tmp_path / "draft", "classic"), *["norm_before_residual"] * is_theirs)
     for loader in (Eagle3ForSpeculation, AutoModel):
         assert loader.from_pretrained(folder).config.norm_before_residual is False
     assert len(said) == is_theirs and all("no `norm_before_residual`" in text for text in said)
@@ -295,10 +287,7 @@ def test_a_flag_whose_default_readers_disagree_on(tmp_path, said, is_theirs):
 )
 def test_what_its_trainer_copies_of_the_target(tmp_path, copied):
     """The rotary embedding of its layers does not read these keys. Exports leave them out."""
-    folder = copy_of(tmp_path / "draft", "classic")
-    config = json.loads((folder / "config.json").read_text())
-    config["transformer_layer_config"]["rope_parameters"] |= copied
-    (folder / "config.json").write_text(json.dumps(config))
+    folder = copy_with_layers(tmp_path / "draft", rope=copied)
     assert_same_logits(folder, load_file(FIXTURES / "classic" / "expected.safetensors"))
     draft = AutoModel.from_pretrained(folder)
     del draft.embed_tokens
@@ -318,9 +307,9 @@ def test_heads_rotate_as_they_were_trained(tmp_path, said):
     assert "partial_rotary_factor" not in (tmp_path / "again" / "config.json").read_text()
     draft.config.transformer_layer_config.rope_parameters["partial_rotary_factor"] = 0.5
     Eagle3ForSpeculation(draft.config).save_pretrained(tmp_path / "ours")
-    config = json.loads((folder / "config.json").read_text())
-    config["transformer_layer_config"]["rope_parameters"] |= {"rope_type": "linear", "factor": 2.0}
-    (folder / "config.json").write_text(json.dumps(config))
+    layer = json.loads((folder / "config.json").read_text())["transformer_layer_config"]
+    layer["rope_parameters"] |= {"rope_type": "linear", "factor": 2.0}
+    edit_config(folder, transformer_layer_config=layer)
     for place in (tmp_path / "ours", folder):
         loaded = Eagle3ForSpeculation.from_pretrained(place).config.transformer_layer_config
         assert loaded.rope_parameters["partial_rotary_factor"] == 0.5
@@ -330,10 +319,8 @@ def test_parallel_drafts_of_an_older_version(tmp_path):
     """Version 0.6.0 wrote how a draft was trained into its config.json."""
     reference = Eagle3ForSpeculation.from_target(make_target("llama"), mask_token_id=5)
     reference.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["weights_digest"], config["auto_map"], config["config_digest"]
-    config |= {"num_depths": 8, "down_sample_ratio": 0.7, "down_sample_ratio_min": 0.2, "embed_requires_grad": True}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    training = {"num_depths": 8, "down_sample_ratio": 0.7, "down_sample_ratio_min": 0.2, "embed_requires_grad": True}
+    edit_config(tmp_path, *OURS, **training)
     for loader in (Eagle3ForSpeculation, AutoModel):
         draft = loader.from_pretrained(tmp_path)
         assert draft.config.is_parallel and draft.mask_hidden.equal(reference.mask_hidden)
@@ -358,11 +345,7 @@ THETA = {"rope_type": "default", "rope_theta": 10000.0}
     ids=str,
 )
 def test_layers_that_would_compute_something_else(tmp_path, changes, reason):
-    folder = copy_of(tmp_path / "draft", "classic")
-    config = json.loads((folder / "config.json").read_text())
-    config["transformer_layer_config"] |= changes
-    (folder / "config.json").write_text(json.dumps(config))
-    assert_not_loaded(folder, reason)
+    assert_not_loaded(copy_with_layers(tmp_path / "draft", **changes), reason)
 
 
 @pytest.mark.parametrize(
@@ -378,16 +361,11 @@ def test_layers_that_would_compute_something_else(tmp_path, changes, reason):
     ids=str,
 )
 def test_values_that_are_none(tmp_path, changes, reason):
-    folder = copy_of(tmp_path / "draft", "classic")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **changes}))
-    assert_not_loaded(folder, reason, dtype="auto")
+    assert_not_loaded(edit_config(copy_of(tmp_path / "draft", "classic"), **changes), reason, dtype="auto")
 
 
 def test_a_null_for_code(tmp_path):
-    folder = copy_of(tmp_path / "draft", "classic")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "auto_map": None}))
+    folder = edit_config(copy_of(tmp_path / "draft", "classic"), auto_map=None)
     assert type(AutoModel.from_pretrained(folder)) is Eagle3ForSpeculation
 
 
@@ -407,15 +385,11 @@ def test_a_broken_pickle(tmp_path, content):
 
 def test_old_names_and_missing_flags(tmp_path):
     """The first versions wrote another architecture, fewer flags and the old rotary keys."""
-    config = json.loads((FIXTURES / "classic" / "config.json").read_text())
-    config["architectures"], config["speculators_version"] = ["Eagle3Speculator"], "0.1.0"
-    for flag in ("norm_before_fc", "fc_norm", "norm_output", "target_hidden_size", "embed_requires_grad"):
-        del config[flag]
-    config |= {"inference_type": "text", "enable_sp_ulysses": True}  # of branches
-    layer_config = config["transformer_layer_config"]
-    layer_config["rope_theta"] = layer_config.pop("rope_parameters")["rope_theta"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").write_bytes((FIXTURES / "classic" / "model.safetensors").read_bytes())
+    layer = json.loads((copy_of(tmp_path, "classic") / "config.json").read_text())["transformer_layer_config"]
+    layer["rope_theta"] = layer.pop("rope_parameters")["rope_theta"]
+    dropped = ("norm_before_fc", "fc_norm", "norm_output", "target_hidden_size", "embed_requires_grad")
+    changes = {"architectures": ["Eagle3Speculator"], "speculators_version": "0.1.0", "inference_type": "text"}
+    edit_config(tmp_path, *dropped, **changes, enable_sp_ulysses=True, transformer_layer_config=layer)
     assert_same_logits(tmp_path, load_file(FIXTURES / "classic" / "expected.safetensors"))
 
 
@@ -435,15 +409,9 @@ def test_what_vllm_checks_of_what_we_save(tmp_path):
     assert layer_config["model_type"] in ("llama", "qwen3") and layer_config["vocab_size"] == 24
     assert len(layer_config["layer_types"]) == layer_config["num_hidden_layers"]
     assert layer_config["num_aux_hidden_states"] == len(config["eagle_aux_hidden_state_layer_ids"]) == 3
-    flags = (
-        "norm_before_residual",
-        "norm_before_fc",
-        "fc_norm",
-        "norm_output",
-        "draft_vocab_size",
-        "target_hidden_size",
-    )
-    assert all(config[flag] is not None for flag in flags)  # readers disagree on what a missing one means
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "draft_vocab_size")
+    # Readers disagree on what a missing one means.
+    assert all(config[flag] is not None for flag in (*flags, "target_hidden_size"))
     width = layer_config["hidden_size"]
     assert tensors["fc.weight"].shape == (width, 3 * width)
     assert tensors["layers.0.self_attn.q_proj.weight"].shape == (2 * 4, 2 * width)
@@ -455,8 +423,9 @@ def test_what_vllm_checks_of_what_we_save(tmp_path):
     assert torch.equal(tensors["t2d"].nonzero().flatten(), token_ids)
 
 
-@pytest.mark.parametrize("prefix", ["", "model.", "_orig_mod.", "module."])
-@pytest.mark.parametrize("table", [(), ("embed_tokens.weight",)])
+@pytest.mark.parametrize(
+    "prefix, table", each_once(["", "model.", "_orig_mod.", "module."], [(), ("embed_tokens.weight",)])
+)
 def test_names_of_tensors_that_wrappers_and_converters_change(tmp_path, prefix, table):
     """vLLM takes `midlayer`, too."""
     expected = load_file(FIXTURES / "classic" / "model.safetensors")
@@ -466,12 +435,9 @@ def test_names_of_tensors_that_wrappers_and_converters_change(tmp_path, prefix, 
     if prefix in ("_orig_mod.", "module."):  # a layer may be compiled, or wrapped, too
         wrapper = prefix if prefix == "_orig_mod." else "_fsdp_wrapped_module._checkpoint_wrapped_module."
         names = {name: theirs.replace("midlayer.", f"midlayer.{wrapper}") for name, theirs in names.items()}
-    folder = copy_of(
-        tmp_path / "draft",
-        "classic",
-        drop=[name for name in expected if names[name] != name or name in table],
-        **{names[name]: tensor for name, tensor in expected.items() if name not in table},
-    )
+    drop = [name for name in expected if names[name] != name or name in table]
+    renamed = {names[name]: tensor for name, tensor in expected.items() if name not in table}
+    folder = copy_of(tmp_path / "draft", "classic", drop, **renamed)
     for loader in (Eagle3ForSpeculation, AutoModel):
         draft = loader.from_pretrained(folder, dtype=torch.float32)
         held = draft.state_dict()
