@@ -60,6 +60,7 @@ def sha_of(files) -> str:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    wbufsize, disable_nagle_algorithm = -1, True  # or the client waits 40 ms for the second part of each answer
     hub: Hub
 
     def log_message(self, *args):
@@ -135,14 +136,8 @@ def validate_yaml(self, body):
     (all are in lower case), results are whole.
     """
     metadata = yaml.safe_load(json.loads(body)["content"].split("---\n")[1])
-    words = {
-        "license": str,
-        "pipeline_tag": str,
-        "library_name": str,
-        "tags": list,
-        "datasets": list,
-        "model-index": list,
-    }
+    words = dict.fromkeys(("license", "pipeline_tag", "library_name"), str)
+    words |= dict.fromkeys(("tags", "datasets", "model-index"), list)
     errors = [name for name, kind in words.items() if name in metadata and not isinstance(metadata[name], kind)]
     for entry in metadata.get("model-index", []):
         for result in entry["results"]:
@@ -160,19 +155,10 @@ def validate_yaml(self, body):
 def preupload(self, body, repo, revision):
     if not repo.removeprefix("spaces/").removeprefix("datasets/").startswith(f"{USER}/"):
         return self.error(403, "Forbidden", f"You may not write to {repo}.")
-    files = json.loads(body)["files"]
-    self.answer(
-        {
-            "files": [
-                {
-                    "path": file["path"],
-                    "uploadMode": "lfs" if file["path"].endswith(".safetensors") else "regular",
-                    "shouldIgnore": False,
-                }
-                for file in files
-            ]
-        }
-    )
+    paths = [file["path"] for file in json.loads(body)["files"]]
+    modes = ("lfs" if path.endswith(".safetensors") else "regular" for path in paths)
+    files = [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in zip(paths, modes)]
+    self.answer({"files": files})
 
 
 def lfs_batch(self, body, repo):
@@ -207,13 +193,18 @@ def commit(self, body, repo, revision):
     self.answer({"commitUrl": url, "commitOid": sha_of(files), "hookOutput": ""})
 
 
-def model_info(self, body, repo, revision="main"):
+def files_or_error(self, repo, revision):
     try:
-        files = self.hub.commits(repo, revision)[-1]
+        return self.hub.commits(repo, revision)[-1]
     except KeyError:
-        return self.error(404, "RepoNotFound", f"{repo} not found")
+        self.error(404, "RepoNotFound", f"{repo} not found")
     except LookupError:
-        return self.error(404, "RevisionNotFound", f"{revision} not found")
+        self.error(404, "RevisionNotFound", f"{revision} not found")
+
+
+def model_info(self, body, repo, revision="main"):
+    if (files := files_or_error(self, repo, revision)) is None:
+        return
     siblings = [{"rfilename": name} for name in files]
     self.answer(
         {"id": repo, "modelId": repo, "sha": sha_of(files), "siblings": siblings, "private": False, "tags": []}
@@ -221,12 +212,8 @@ def model_info(self, body, repo, revision="main"):
 
 
 def tree(self, body, repo, revision):
-    try:
-        files = self.hub.commits(repo, revision)[-1]
-    except KeyError:
-        return self.error(404, "RepoNotFound", f"{repo} not found")
-    except LookupError:
-        return self.error(404, "RevisionNotFound", f"{revision} not found")
+    if (files := files_or_error(self, repo, revision)) is None:
+        return
     self.answer(
         [
             {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
@@ -236,13 +223,10 @@ def tree(self, body, repo, revision):
 
 
 def resolve(self, body, repo, revision, name):
-    is_hidden = repo in self.hub.private and "Authorization" not in self.headers
-    if repo not in self.hub.repos or is_hidden:
+    if repo in self.hub.private and "Authorization" not in self.headers:
         return self.error(404, "RepoNotFound", f"{repo} not found")
-    try:
-        files = self.hub.commits(repo, revision)[-1]
-    except LookupError:
-        return self.error(404, "RevisionNotFound", f"{revision} not found")
+    if (files := files_or_error(self, repo, revision)) is None:
+        return
     if name not in files:
         return self.error(404, "EntryNotFound", f"{name} not found")
     headers = {"X-Repo-Commit": sha_of(files), "ETag": f'"{hashlib.sha1(files[name]).hexdigest()}"'}

@@ -39,28 +39,16 @@ TRAINING = {
 }
 
 
-def measurement(method, temperature, repeat, speedup, accepted=()):
-    return {
-        "task": "gsm8k",
-        "batch_size": 1,
-        "temperature": temperature,
-        "repeat": repeat,
-        "method": method,
-        "new_tokens": 100,
-        "seconds": 2 / speedup,
-        "speedup": speedup,
-        "target_forwards": 40,
-        "accepted_lengths": dict(accepted),
-        "drafted_lengths": dict(accepted),
-        "draft_seconds": 0.0,
-        "plain_steps": 0,
-        "lookup_steps": 0,
-        "differing": [],
-        "num_prompts": 3,
-        "peak_memory": None,
-    }
+def measurement(method, temperature, repeat, speedup, accepted=(), **changes):
+    """What a benchmark measured once."""
+    of = {"task": "gsm8k", "batch_size": 1, "temperature": temperature, "repeat": repeat, "method": method}
+    figures = {"new_tokens": 100, "seconds": 2 / speedup, "speedup": speedup, "target_forwards": 40, "num_prompts": 3}
+    figures |= {"accepted_lengths": dict(accepted), "drafted_lengths": dict(accepted), "draft_seconds": 0.0}
+    figures |= {"plain_steps": 0, "lookup_steps": 0, "differing": [], "peak_memory": None}
+    return {**of, **figures, **changes}
 
 
+EVENLY = {"1": 1, "2": 1, "3": 1, "4": 1}
 BENCHMARK = BenchmarkResults(
     {
         "draft_weights": None,
@@ -70,15 +58,22 @@ BENCHMARK = BenchmarkResults(
     },
     [
         measurement("plain", 0.0, 0, 1.0),
-        measurement("eagle3", 0.0, 0, 2.0, {"1": 1, "2": 1, "3": 1, "4": 1}),
+        measurement("eagle3", 0.0, 0, 2.0, EVENLY),
         measurement("plain", 0.0, 1, 1.0),
-        measurement("eagle3", 0.0, 1, 2.5, {"1": 1, "2": 1, "3": 1, "4": 1}),
+        measurement("eagle3", 0.0, 1, 2.5, EVENLY),
         measurement("plain", 1.0, 0, 1.0),
         measurement("eagle3", 1.0, 0, 1.2, {"1": 1, "2": 1}),
         measurement("plain", 1.0, 1, 1.0),
         measurement("eagle3", 1.0, 1, 1.26, {"1": 1, "2": 1}),
     ],
 )
+
+
+def card_with(draft, measurements, run=BENCHMARK.run):
+    return render_card("me/draft", draft, benchmark=BenchmarkResults(run, measurements))
+
+
+OF_DRAFT = [each for each in BENCHMARK.measurements if each["method"] == "eagle3"]
 
 
 @pytest.fixture
@@ -89,43 +84,25 @@ def draft():
 
 
 def test_the_whole_card(draft):
-    card = render_card(
-        "me/Model-8B-speculator.eagle3",
-        draft,
-        training=TRAINING,
-        benchmark=BENCHMARK,
-        license="apache-2.0",
-        tags=["code"],
-    )
+    records = {"training": TRAINING, "benchmark": BENCHMARK}
+    card = render_card("me/Model-8B-speculator.eagle3", draft, **records, license="apache-2.0", tags=["code"])
     assert str(card) == EXPECTED.read_text(encoding="utf-8")
     # What the Hub makes of it.
     data = ModelCard(str(card)).data
-    assert (data.base_model, data.base_model_relation, data.library_name) == (
-        "big/Model-8B",
-        "finetune",
-        "transformers",
-    )
+    assert (data.base_model, data.base_model_relation) == ("big/Model-8B", "finetune")
+    assert data.library_name == "transformers"
     assert (data.pipeline_tag, data.license, data.datasets) == ("text-generation", "apache-2.0", ["me/chats"])
     assert {"eagle3", "speculative-decoding", "assistant-model", "code"} <= set(data.tags)
-    results = {
-        (result.dataset_args["temperature"], result.metric_type): result.metric_value for result in data.eval_results
-    }
-    assert results == {
-        (0.0, "acceptance_length"): 2.5,
-        (0.0, "speedup"): 2.25,
-        (1.0, "acceptance_length"): 1.5,
-        (1.0, "speedup"): 1.23,
-    }
+    results = [(each.dataset_args["temperature"], each.metric_type, each.metric_value) for each in data.eval_results]
+    expected = [(0.0, "acceptance_length", 2.5), (0.0, "speedup", 2.25)]
+    assert sorted(results) == [*expected, (1.0, "acceptance_length", 1.5), (1.0, "speedup", 1.23)]
 
 
 def test_what_is_not_measured_says_so_once(draft):
     text = str(render_card("me/Model-8B-speculator.eagle3", draft))
     assert text.count("Not measured yet.") == 1 and "by position" not in text
-    assert (
-        "Data: not recorded" in text
-        and "How it was trained is not recorded" in text
-        and "No license is stated" in text
-    )
+    assert "Data: not recorded" in text and "How it was trained is not recorded" in text
+    assert "No license is stated" in text
     assert "model-index" not in text and "Figures of others" not in text and "have not been trained" not in text
 
 
@@ -134,8 +111,7 @@ def test_what_is_not_measured_says_so_once(draft):
     [(2, "- One repeat."), (4, "- Medians of 2 inter"), (6, "- Medians of 1 to 2 interleaved repeats,")],
 )
 def test_an_interrupted_benchmark_says_what_it_measured(draft, num_measured, said):
-    benchmark = BenchmarkResults(BENCHMARK.run, BENCHMARK.measurements[:num_measured])
-    assert said in render_card("me/draft", draft, benchmark=benchmark).text
+    assert said in card_with(draft, BENCHMARK.measurements[:num_measured]).text
 
 
 def test_what_cannot_be_served_says_so():
@@ -143,9 +119,8 @@ def test_what_cannot_be_served_says_so():
     text = str(render_card("me/draft", draft))
     assert "cannot express this draft: it has Qwen3 layers" in text and "sglang.launch_server" not in text
     # A target that nobody else has.
-    assert (
-        "a model that is not on the Hub" in text and "base_model" not in text and "vllm serve path/to/target" in text
-    )
+    assert "a model that is not on the Hub" in text and "base_model" not in text
+    assert "vllm serve path/to/target" in text
     draft.config.eagle_aux_hidden_state_layer_ids = [2, 3, 3]
     card = render_card("me/draft", draft)
     assert "### vLLM\n\nThe speculators format cannot express" in card.text and "vllm serve" not in card.text
@@ -157,10 +132,8 @@ def test_the_card_of_an_adapter(draft, monkeypatch):
     card = render_card("me/code-adapter", draft, training=TRAINING, adapter_of="me/Model-8B-speculator.eagle3")
     assert 'from_pretrained("me/Model-8B-speculator.eagle3", subfolder="small", dtype="auto"' in card.text
     assert card.data.library_name == "peft" and card.data.base_model == "me/Model-8B-speculator.eagle3"
-    assert (
-        card.data.base_model_relation == "adapter"
-        and 'PeftModel.from_pretrained(draft, "me/code-adapter")' in card.text
-    )
+    assert card.data.base_model_relation == "adapter"
+    assert 'PeftModel.from_pretrained(draft, "me/code-adapter")' in card.text
 
 
 def test_an_edited_card_is_noticed(draft):
@@ -176,42 +149,28 @@ def test_an_edited_card_is_noticed(draft):
 
 def test_cards_of_other_rows(draft):
     """Chains instead of trees; nothing accepted; no verification at all."""
-    chain = BenchmarkResults(
-        BENCHMARK.run,
-        [each | {"method": each["method"].replace("eagle3", "eagle3-chain")} for each in BENCHMARK.measurements],
-    )
-    text = str(render_card("me/draft", draft, benchmark=chain))
+    chains = [each | {"method": each["method"].replace("eagle3", "eagle3-chain")} for each in BENCHMARK.measurements]
+    text = str(card_with(draft, chains))
     assert "2.25x" in text and "| gsm8k | 1 | 0 | 0.75 |" in text and "model-index" in text
     for accepted in ({"1": 4}, {}):
-        changed = [
-            each | {"accepted_lengths": accepted, "drafted_lengths": accepted, "batch_size": 2}
-            for each in BENCHMARK.measurements
-            if each["method"] == "eagle3"
-        ]
-        card = render_card("me/draft", draft, benchmark=BenchmarkResults(BENCHMARK.run, changed))
+        changes = {"accepted_lengths": accepted, "drafted_lengths": accepted, "batch_size": 2}
+        card = card_with(draft, [each | changes for each in OF_DRAFT])
         assert "acceptance.png" not in card.text and "by position" not in card.text
         metrics = [result.metric_type for result in card.data.eval_results]
         assert metrics.count("speedup") == 2 and ("acceptance_length" in metrics) == bool(accepted)
 
 
 def test_the_draft_is_told_apart_from_what_is_looked_up(draft):
-    accepted = {"1": 2, "2": 2}
-    alone = [
-        each
-        | {"method": "eagle3-no-lookup", "accepted_lengths": accepted, "drafted_lengths": accepted, "speedup": 1.1}
-        for each in BENCHMARK.measurements
-        if each["method"] == "eagle3"
-    ]
+    changes = {"accepted_lengths": (accepted := {"1": 2, "2": 2}), "drafted_lengths": accepted, "speedup": 1.1}
+    alone = [each | changes | {"method": "eagle3-no-lookup"} for each in OF_DRAFT]
     lookups = [each | {"method": "prompt-lookup", "accepted_lengths": {}, "speedup": 1.7} for each in alone]
     changed = [each | {"lookup_steps": 7 * (each["method"] == "eagle3")} for each in BENCHMARK.measurements]
-    only = render_card("me/draft", draft, benchmark=BenchmarkResults(BENCHMARK.run, changed))
-    names = {result.metric_name for result in only.data.eval_results}
-    assert "Acceptance length of the draft's trees (pooled)" in names and not any(
-        "draft alone" in name for name in names
-    )
+    names = {result.metric_name for result in card_with(draft, changed).data.eval_results}
+    assert "Acceptance length of the draft's trees (pooled)" in names
+    assert not any("draft alone" in name for name in names)
     assert any("draft and prompt lookup" in name for name in names)
     changed += alone + lookups
-    card = render_card("me/draft", draft, benchmark=BenchmarkResults(BENCHMARK.run, changed))
+    card = card_with(draft, changed)
     values = [(result.metric_type, result.metric_value) for result in card.data.eval_results]
     alone = [("speedup_draft_alone", 1.1), ("speedup_prompt_lookup_alone", 1.7)]
     assert values == [
@@ -221,13 +180,12 @@ def test_the_draft_is_told_apart_from_what_is_looked_up(draft):
     said = "2.25x (gsm8k); the draft alone 1.10x; prompt lookup without a draft 1.70x\n"
     assert f"- temperature 0, batch size 1: {said}" in card.text
     second = [each | {"task": "alpaca", "speedup": 1.25} for each in changed]
-    two = render_card("me/draft", draft, benchmark=BenchmarkResults(BENCHMARK.run, changed + second))
+    two = card_with(draft, changed + second)
     assert "batch size 1: 1.75x, the mean of 2 tasks (1.25x to 2.25x); the draft alone 1.18x; prompt" in two.text
     fewer = [each for each in second if each["method"] != "prompt-lookup"]
-    some = render_card("me/draft", draft, benchmark=BenchmarkResults(BENCHMARK.run, changed + fewer))
+    some = card_with(draft, changed + fewer)
     assert "the draft alone 1.18x; prompt lookup without a draft has figures of 1 of these tasks only" in some.text
-    one = [each for each in BENCHMARK.measurements if each["repeat"] == 0]
-    once = render_card("me/draft", draft, benchmark=BenchmarkResults(BENCHMARK.run, one))
+    once = card_with(draft, [each for each in BENCHMARK.measurements if each["repeat"] == 0])
     assert "(gsm8k); one repeat only\n" in once.text and "(one repeat)" in str(once)
     assert "Of the 160 forwards of `eagle3`, 28 verified tokens that were looked up" in card.text
     assert "was accepted (`eagle3-no-lookup`)." in card.text and "| gsm8k | 1 | 0 | 0.50 |\n" in card.text
@@ -239,7 +197,7 @@ def test_why_texts_part_stands_below_the_table(draft, dtype):
     run = {**BENCHMARK.run, "environment": {**BENCHMARK.run["environment"], "dtype": dtype}}
 
     def below(measurements):
-        text = render_card("me/draft", draft, benchmark=BenchmarkResults(run, measurements)).text
+        text = card_with(draft, measurements, run).text
         return text.partition("| identical to plain generate |")[2].partition("- Prompts: 3 of ")[::2]
 
     below_table, prompts = below(BENCHMARK.measurements)

@@ -13,7 +13,7 @@ from conftest import make_baseline, make_draft, make_prompt, make_target
 from hub.test_card import BENCHMARK, TRAINING
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import LocalEntryNotFoundError
-from loopback_hub import VALIDATES_CARDS_HERE
+from loopback_hub import VALIDATES_CARDS_HERE, sha_of
 from peft import LoraConfig
 from transformers import AutoModel
 
@@ -25,7 +25,8 @@ from hf_eagle3.making import FORMS
 from hf_eagle3.remote_code.draft_model_eagle3 import weights_digest
 
 
-REPO = "me/tiny-speculator.eagle3"
+REPO, OF_TRAINER = "me/tiny-speculator.eagle3", "me/Model-8B-speculator.eagle3"
+THOUGHTS = b"## Limits", b"## Limits, and what I think of it"
 
 
 @pytest.fixture
@@ -34,9 +35,8 @@ def draft():
 
 
 def benchmark_of(draft):
-    return BenchmarkResults(
-        BENCHMARK.run | {"draft_weights": weights_digest(draft.state_dict())}, BENCHMARK.measurements
-    )
+    run = BENCHMARK.run | {"draft_weights": weights_digest(draft.state_dict())}
+    return BenchmarkResults(run, BENCHMARK.measurements)
 
 
 def training_of(draft):
@@ -47,28 +47,19 @@ def files_of(hub, repo=REPO, revision="main"):
     return hub.repos[repo][revision][-1]
 
 
+def card_of(hub, repo=REPO):
+    return ModelCard(files_of(hub, repo)["README.md"].decode())
+
+
 def test_everything_in_one_commit(hub, draft):
-    commit = push_draft(
-        draft,
-        REPO,
-        benchmark=benchmark_of(draft),
-        training=training_of(draft),
-        license="mit",
-        private=True,
-        commit_message="Mine",
-    )
+    records = {"benchmark": benchmark_of(draft), "training": training_of(draft)}
+    commit = push_draft(draft, REPO, **records, license="mit", private=True, commit_message="Mine")
     assert len(hub.repos[REPO]["main"]) == 2 and REPO in hub.private  # the empty repo's commit, and ours
     files = files_of(hub)
-    assert {
-        "model.safetensors",
-        "config.json",
-        "generation_config.json",
-        "modeling_eagle3.py",
-        "README.md",
-    } <= files.keys()
+    assert {"model.safetensors", "config.json", "generation_config.json", "modeling_eagle3.py"} <= files.keys()
     assert {"custom_generate/generate.py", "training.json", "benchmark.jsonl", "acceptance.png"} <= files.keys()
     assert len(files["acceptance.png"]) > 1000 and commit.commit_message == "Mine"
-    card = ModelCard(files["README.md"].decode())
+    card = card_of(hub)
     assert card.data.license == "mit" and "2.25x" in card.text and "me/chats" in card.text
 
     # Other weights: what was measured with the first ones goes with them.
@@ -77,9 +68,8 @@ def test_everything_in_one_commit(hub, draft):
     with pytest.raises(ValueError, match="benchmark record is about other weights"):
         push_draft(draft, REPO, benchmark=benchmark_of(make_draft(make_target("qwen3"), [make_prompt(5)])))
     draft.push_to_hub(REPO)
-    files = files_of(hub)
-    assert not {"training.json", "benchmark.jsonl", "acceptance.png"} & files.keys()
-    card = ModelCard(files["README.md"].decode())
+    assert not {"training.json", "benchmark.jsonl", "acceptance.png"} & files_of(hub).keys()
+    card = card_of(hub)
     assert "Not measured yet." in card.text and card.data.license == "mit"
 
 
@@ -133,18 +123,17 @@ def test_a_license_of_another_name(hub, draft):
         assert REPO not in hub.repos
     push_draft(draft, REPO, **stated)
     push_draft(draft, REPO)  # as it was
-    data = ModelCard(files_of(hub)["README.md"].decode()).data
-    assert {name: getattr(data, name) for name in stated} == stated
+    assert {name: getattr(card_of(hub).data, name) for name in stated} == stated
 
 
 def test_tags_stay(hub, draft):
     push_draft(draft, REPO, tags=["code"])
     push_draft(draft, REPO, tags=["german"])
-    tags = ModelCard(files_of(hub)["README.md"].decode()).data.tags
+    tags = card_of(hub).data.tags
     assert tags[-3:] == ["vllm", "code", "german"] and len(set(tags)) == len(tags)
     classic = Eagle3ForSpeculation.from_target(make_target("llama"), eagle_aux_hidden_state_layer_ids=[1, 2, 2])
     push_draft(classic, REPO)  # vLLM does not take it
-    assert ModelCard(files_of(hub)["README.md"].decode()).data.tags == [tag for tag in tags if tag != "vllm"]
+    assert card_of(hub).data.tags == [tag for tag in tags if tag != "vllm"]
 
 
 @pytest.mark.parametrize("target", ["big/Model-8B", "/models/Model-8B", "C:\\models\\Model-8B", "models/Model-8B/"])
@@ -173,8 +162,7 @@ def test_a_draft_of_remote_code_has_our_card_too(hub, draft, tmp_path):
 
 def test_an_edited_card_stays(hub, draft, caplog):
     push_draft(draft, REPO)
-    edited = files_of(hub)["README.md"].replace(b"## Limits", b"## Limits, and what I think of it")
-    files_of(hub)["README.md"] = edited
+    files_of(hub)["README.md"] = edited = files_of(hub)["README.md"].replace(*THOUGHTS)
     for name in (REPO, REPO.split("/")[1]):
         push_draft(draft, name)
         assert files_of(hub)["README.md"] == edited
@@ -208,9 +196,8 @@ def test_branches(hub, draft):
     push_draft(draft, REPO)
     main = files_of(hub)
     push_draft(draft.to(torch.bfloat16), REPO, revision="bf16")
-    assert files_of(hub) == main and len(files_of(hub, revision="bf16")["model.safetensors"]) < len(
-        main["model.safetensors"]
-    )
+    smaller = files_of(hub, revision="bf16")["model.safetensors"]
+    assert files_of(hub) == main and len(smaller) < len(main["model.safetensors"])
     hub.repos[REPO]["refs/pr/1"] = [{}]  # a pull request
     push_draft(draft, REPO, revision="refs/pr/1")
     assert "model.safetensors" in files_of(hub, revision="refs/pr/1")
@@ -286,10 +273,9 @@ def test_trainer(hub, tokenizer, tmp_path):
     trainer = make_trainer(tmp_path, tokenizer)
     trainer.train()
     trainer.push_to_hub(dataset_name="me/chats", tags=["code"])
-    repo = "me/Model-8B-speculator.eagle3"
+    repo = OF_TRAINER
     assert len(hub.repos[repo]["main"]) == 2
-    files = files_of(hub, repo)
-    card = ModelCard(files["README.md"].decode())
+    files, card = files_of(hub, repo), card_of(hub, repo)
     assert card.data.base_model == "big/Model-8B" and card.data.datasets == ["me/chats"]
     assert "2 steps of 8 sequences" in card.text and "max_steps: 2" in card.text
     assert not any(b"hf_secret" in content for content in files.values())
@@ -305,37 +291,32 @@ def test_trainer(hub, tokenizer, tmp_path):
     for benchmark in ("own", "others"):
         files_of(hub, repo)["benchmark.jsonl"] = (tmp_path / f"{benchmark}.jsonl").read_bytes()
         trainer.push_to_hub()
-        files = files_of(hub, repo)
-        assert {"benchmark.jsonl", "acceptance.png"} & files.keys() == (
-            {"benchmark.jsonl", "acceptance.png"} if benchmark == "own" else set()
-        )
-    data = ModelCard(files["README.md"].decode()).data
+        about = {"benchmark.jsonl", "acceptance.png"}
+        assert about & files_of(hub, repo).keys() == (about if benchmark == "own" else set())
+    data = card_of(hub, repo).data
     assert data.license == "mit" and "code" in data.tags
     # What somebody has written on the card since is not lost.
-    edited = files["README.md"].replace(b"## Limits", b"## Limits, and what I think of it")
-    files_of(hub, repo)["README.md"] = edited
+    files_of(hub, repo)["README.md"] = edited = files_of(hub, repo)["README.md"].replace(*THOUGHTS)
     trainer.push_to_hub()
     assert files_of(hub, repo)["README.md"] == edited and len(hub.repos[repo]["main"]) == 7
 
 
 def test_training_goes_on_without_the_hub(hub, tokenizer, tmp_path, monkeypatch):
-    """Which is asked for its card before each checkpoint."""
+    """Which is asked for its card before each checkpoint, and may hang up."""
 
     def is_down(*args, **kwargs):
         raise LocalEntryNotFoundError("no connection")
 
-    trainer = make_trainer(tmp_path, tokenizer, save_strategy="steps", save_steps=1, hub_strategy="end")
-    monkeypatch.setattr(HfApi, "hf_hub_download", is_down)
-    trainer.train()
-    assert trainer.state.global_step == 2 and (tmp_path / "run" / "checkpoint-2" / "model.safetensors").exists()
-    assert not (tmp_path / "run" / "README.md").exists()  # which might replace one that was edited
-
-
-def test_training_goes_on_if_the_hub_hangs_up(hub, tokenizer, tmp_path):
-    trainer = make_trainer(tmp_path, tokenizer, save_strategy="steps", save_steps=1, hub_strategy="end")
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "hub_strategy": "end"}
+    trainer = make_trainer(tmp_path, tokenizer, **settings)
     hub.cut = ["resolve"] * 20
     trainer.train()
-    assert trainer.state.global_step == 2 and len(hub.cut) < 20
+    assert trainer.state.global_step == 1 and len(hub.cut) < 20
+    hub.cut = []
+    monkeypatch.setattr(HfApi, "hf_hub_download", is_down)
+    trainer.train()
+    assert trainer.state.global_step == 1 and (tmp_path / "run" / "checkpoint-1" / "model.safetensors").exists()
+    assert not (tmp_path / "run" / "README.md").exists()  # which might replace one that was edited
 
 
 def test_recipes_say_what_was_not_pushed(hub, tokenizer, tmp_path, run_recipe):
@@ -343,31 +324,14 @@ def test_recipes_say_what_was_not_pushed(hub, tokenizer, tmp_path, run_recipe):
     tokenizer.save_pretrained(tmp_path / "target")
     (tmp_path / "texts.jsonl").write_text('{"text": "what is up with that"}\n' * 4)
     names = ("--model_name_or_path", tmp_path / "target", "--dataset_name", tmp_path / "texts.jsonl", "--output_dir")
-    settings = (
-        "--use_cpu",
-        "--max_steps",
-        1,
-        "--report_to",
-        "none",
-        "--save_strategy",
-        "no",
-        "--hub_model_id",
-        "me/run",
-    )
+    settings = ("--use_cpu", "--max_steps", 1, "--report_to", "none", "--save_strategy", "no")
+    settings += ("--hub_model_id", "me/run")
     hub.cut = ["commit"]
     result = run_recipe("train.py", *names, tmp_path / "draft", *settings, "--push_to_hub")
     assert result.returncode == 1 and re.search(r"was not pushed .*recipes/push.py", result.stderr, re.S)
     assert (tmp_path / "draft" / "model.safetensors").exists() and hub.cut == []
-    regenerate = (
-        "regenerate.py",
-        *names,
-        tmp_path / "rows",
-        "--prompt_tokens",
-        4,
-        "--max_new_tokens",
-        3,
-        "--push_to_hub",
-    )
+    regenerate = ("regenerate.py", *names, tmp_path / "rows", "--prompt_tokens", 4, "--max_new_tokens", 3)
+    regenerate += ("--push_to_hub",)
     assert "Error: Repo id" in run_recipe(*regenerate, "my rows").stderr
     assert not (tmp_path / "rows").exists()
     hub.cut = ["commit"]
@@ -397,10 +361,10 @@ def test_a_trainer_keeps_paths_of_this_machine_to_itself(hub, tokenizer, tmp_pat
     trainer = make_trainer(tmp_path, tokenizer, target_name=name, save_strategy="steps", save_steps=1)
     trainer.train()
     trainer.push_to_hub()
-    repo = "me/target-speculator.eagle3"
-    ours = {name: content for name, content in files_of(hub, repo).items() if name != "training_args.bin"}
+    files = files_of(hub, "me/target-speculator.eagle3")
+    ours = {name: content for name, content in files.items() if name != "training_args.bin"}
     assert len(ours) > 5 and not any(b"secret-folder" in content for content in ours.values())
-    assert Eagle3ForSpeculation.from_pretrained(repo).config.verifier == "target"
+    assert json.loads(ours["config.json"])["speculators_config"]["verifier"]["name_or_path"] == "target"
     assert trainer.draft.config.verifier == name
 
 
@@ -420,14 +384,10 @@ def test_checkpoints_that_are_pushed_are_whole(hub, tokenizer, tmp_path):
     trainer = make_trainer(tmp_path, tokenizer, save_strategy="steps", save_steps=1, hub_always_push=True)
     trainer.train()
     trainer._finish_current_push()
-    repo = "me/Model-8B-speculator.eagle3"
+    repo = OF_TRAINER
+    whole = {"model.safetensors", "modeling_eagle3.py", "custom_generate/generate.py", "training.json"}
     for files in hub.repos[repo]["main"][1:]:
-        assert {
-            "model.safetensors",
-            "modeling_eagle3.py",
-            "custom_generate/generate.py",
-            "training.json",
-        } <= files.keys()
+        assert whole <= files.keys()
         assert not any(b"hf_secret" in content for content in files.values())
         assert not {"checkpoint_files.json", "trainer_state.json"} & files.keys()
     record = json.loads(files_of(hub, repo)["training.json"])
@@ -442,7 +402,7 @@ def test_checkpoints_that_are_pushed_are_whole(hub, tokenizer, tmp_path):
 
 
 def test_an_adapter_has_a_repo_of_its_own(hub, tokenizer, tmp_path):
-    repo, draft = "me/Model-8B-speculator.eagle3", Eagle3ForSpeculation.from_target(make_target("llama"))
+    repo, draft = OF_TRAINER, Eagle3ForSpeculation.from_target(make_target("llama"))
     draft.config.speculators_config["verifier"]["name_or_path"] = "big/Model-8B"
     draft.config._name_or_path = repo
     push_draft(draft, repo)
@@ -451,7 +411,7 @@ def test_an_adapter_has_a_repo_of_its_own(hub, tokenizer, tmp_path):
     trainer.train()
     trainer.push_to_hub()
     assert files_of(hub, repo) is whole
-    card = ModelCard(files_of(hub, "me/run")["README.md"].decode())
+    card = card_of(hub, "me/run")
     assert card.data.base_model == repo and card.data.base_model_relation == "adapter"
 
 
@@ -550,9 +510,7 @@ def test_paths_of_this_machine_stay_here(hub, draft, tmp_path):
     push_draft(draft, REPO, benchmark=benchmark)
     assert not any(b"secret-folder" in content for content in files_of(hub).values())
     assert b'"target": "target"' in files_of(hub)["benchmark.jsonl"]
-    card = ModelCard(files_of(hub)["README.md"].decode())
-    assert card.data.base_model is None
-    assert "secret-folder" in draft.config.verifier
+    assert card_of(hub).data.base_model is None and "secret-folder" in draft.config.verifier
 
 
 @pytest.mark.parametrize("name", ["outputs/target", "runs/outputs/target", r"outputs\target"])
@@ -577,12 +535,10 @@ def test_push_recipe(hub, draft, tmp_path, run_recipe, caplog):
     run_recipe("push.py", tmp_path, "--draft_subfolder", "draft", *options, "--dry_run", tmp_path / "dry")
     assert hub.requests == [] and (tmp_path / "dry" / "acceptance.png").exists()
     result = run_recipe("push.py", tmp_path / "draft", *options, "--private")
-    repo = "me/Model-8B-speculator.eagle3"
+    repo = OF_TRAINER
     files = files_of(hub, repo)
-    assert repo in hub.private and f"commit/{hub_sha(hub, repo)}" in result.stdout
-    assert {
-        name: (tmp_path / "dry" / name).read_bytes() for name in ("config.json", "benchmark.jsonl")
-    }.items() <= files.items()
+    assert repo in hub.private and f"commit/{sha_of(files)}" in result.stdout
+    assert all((tmp_path / "dry" / name).read_bytes() == files[name] for name in ("config.json", "benchmark.jsonl"))
     pushed = Eagle3ForSpeculation.from_pretrained(repo)
     assert pushed.dtype == torch.bfloat16 and pushed.config.verifier == "big/Model-8B"
     export(draft, tmp_path / "flat", "sglang")
@@ -597,9 +553,3 @@ def test_push_recipe(hub, draft, tmp_path, run_recipe, caplog):
     assert result.returncode == 0 and "big/Model-8B" in (tmp_path / "named" / "config.json").read_text()
     result = run_recipe("push.py", tmp_path / "unnamed")
     assert result.returncode == 2 and "this draft names no target: pass --target" in result.stderr
-
-
-def hub_sha(hub, repo):
-    from loopback_hub import sha_of
-
-    return sha_of(files_of(hub, repo))
