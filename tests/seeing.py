@@ -6,35 +6,6 @@ import torch
 import transformers
 from conftest import ALTERNATING, BASE, DELTA_RULE, VOCAB_SIZE, WINDOW, make_prompt, make_tokenizer
 from PIL import Image
-from transformers import (
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    Gemma3Processor,
-    Gemma4Config,
-    Gemma4ForConditionalGeneration,
-    Idefics3Config,
-    Idefics3ForConditionalGeneration,
-    Llama4Config,
-    Llama4ForConditionalGeneration,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    Mistral3Config,
-    Mistral3ForConditionalGeneration,
-    MllamaConfig,
-    MllamaForConditionalGeneration,
-    PaliGemmaConfig,
-    PaliGemmaForConditionalGeneration,
-    PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-    Qwen3_5Config,
-    Qwen3_5ForConditionalGeneration,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLProcessor,
-)
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -50,18 +21,22 @@ SLIDING = {**ALTERNATING, "sliding_window": WINDOW}
 
 def gemma3():
     vision = {**VISION, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
-    config = Gemma3Config(
+    config = transformers.Gemma3Config(
         text_config={**TEXT, **SLIDING, "query_pre_attn_scalar": 8},
         vision_config=vision,
         mm_tokens_per_image=NUM_PIECES,
         image_token_index=IMAGE,
     )
-    return Gemma3ForConditionalGeneration(config), {"pixel_values": torch.rand(1, 3, 16, 16)}, "token_type_ids"
+    return (
+        transformers.Gemma3ForConditionalGeneration(config),
+        {"pixel_values": torch.rand(1, 3, 16, 16)},
+        "token_type_ids",
+    )
 
 
 def gemma4():
     vision = {**VISION, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
-    config = Gemma4Config(
+    config = transformers.Gemma4Config(
         text_config={
             **TEXT,
             **SLIDING,
@@ -77,12 +52,12 @@ def gemma4():
     )
     grid = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="xy"), dim=-1).reshape(1, 16, 2)
     image = {"pixel_values": torch.rand(1, 16, 3 * 4 * 4), "image_position_ids": grid}
-    return Gemma4ForConditionalGeneration(config), image, "mm_token_type_ids"
+    return transformers.Gemma4ForConditionalGeneration(config), image, "mm_token_type_ids"
 
 
 def llama4():
     vision = {**VISION, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
-    config = Llama4Config(
+    config = transformers.Llama4Config(
         text_config={
             **TEXT,
             "intermediate_size_mlp": 64,
@@ -99,12 +74,12 @@ def llama4():
         },
         image_token_index=IMAGE,
     )
-    return Llama4ForConditionalGeneration(config), {"pixel_values": torch.rand(1, 3, 16, 16)}, None
+    return transformers.Llama4ForConditionalGeneration(config), {"pixel_values": torch.rand(1, 3, 16, 16)}, None
 
 
 def qwen3_vl():
     vision = {**VISION, "depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "out_hidden_size": 32}
-    config = Qwen3VLConfig(
+    config = transformers.Qwen3VLConfig(
         text_config={
             **TEXT,
             "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4},
@@ -116,12 +91,12 @@ def qwen3_vl():
         vision_end_token_id=VIDEO - 2,
     )
     image = {"pixel_values": torch.rand(16, 3 * 2 * 4 * 4), "image_grid_thw": torch.tensor([[1, 4, 4]])}
-    return Qwen3VLForConditionalGeneration(config), image, "mm_token_type_ids"
+    return transformers.Qwen3VLForConditionalGeneration(config), image, "mm_token_type_ids"
 
 
 def qwen3_5():
     vision = {**VISION, "depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "out_hidden_size": 32}
-    config = Qwen3_5Config(
+    config = transformers.Qwen3_5Config(
         text_config={
             **TEXT,
             **DELTA_RULE,
@@ -134,21 +109,23 @@ def qwen3_5():
         vision_end_token_id=VIDEO - 2,
     )
     image = {"pixel_values": torch.rand(16, 3 * 2 * 4 * 4), "image_grid_thw": torch.tensor([[1, 4, 4]])}
-    return Qwen3_5ForConditionalGeneration(config), image, "mm_token_type_ids"
+    return transformers.Qwen3_5ForConditionalGeneration(config), image, "mm_token_type_ids"
 
 
 def llava():
     vision = {**VISION, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
-    config = LlavaConfig(
+    config = transformers.LlavaConfig(
         text_config={**TEXT, "model_type": "llama"},
         vision_config={**vision, "model_type": "clip_vision_model"},
         image_token_index=IMAGE,
         image_seq_length=NUM_PIECES,
     )
-    return LlavaForConditionalGeneration(config), {"pixel_values": torch.rand(1, 3, 16, 16)}, None
+    return transformers.LlavaForConditionalGeneration(config), {"pixel_values": torch.rand(1, 3, 16, 16)}, None
 
 
-def qwen2_vl(config_class=Qwen2VLConfig, model_class=Qwen2VLForConditionalGeneration, **vision):
+def qwen2_vl(
+    config_class=transformers.Qwen2VLConfig, model_class=transformers.Qwen2VLForConditionalGeneration, **vision
+):
     vision = vision or {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
     config = config_class(
         text_config={
@@ -167,43 +144,47 @@ def qwen2_vl(config_class=Qwen2VLConfig, model_class=Qwen2VLForConditionalGenera
 
 def qwen2_5_vl():
     vision = {**VISION, "out_hidden_size": 32, "window_size": 16, "fullatt_block_indexes": [1]}
-    return qwen2_vl(Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, **vision)
+    return qwen2_vl(transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration, **vision)
 
 
 def idefics3():
-    config = Idefics3Config(
+    config = transformers.Idefics3Config(
         text_config={**TEXT, "model_type": "llama"},
         vision_config={**VISION, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 4},
         image_token_id=IMAGE,
         scale_factor=2,
         pad_token_id=0,
     )
-    return Idefics3ForConditionalGeneration(config), {"pixel_values": torch.rand(1, 1, 3, 16, 16)}, None
+    return transformers.Idefics3ForConditionalGeneration(config), {"pixel_values": torch.rand(1, 1, 3, 16, 16)}, None
 
 
 def mistral3():
     vision = {**VISION, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
-    config = Mistral3Config(
+    config = transformers.Mistral3Config(
         text_config={**TEXT, "model_type": "mistral", "sliding_window": None},
         vision_config={**vision, "model_type": "pixtral", "head_dim": 8},
         image_token_index=IMAGE,
         spatial_merge_size=2,
     )
     image = {"pixel_values": torch.rand(1, 3, 16, 16), "image_sizes": torch.tensor([[16, 16]])}
-    return Mistral3ForConditionalGeneration(config), image, None
+    return transformers.Mistral3ForConditionalGeneration(config), image, None
 
 
 def paligemma():
     """It passes on neither the positions nor the mask of a tree."""
     vision = {**VISION, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
-    config = PaliGemmaConfig(
+    config = transformers.PaliGemmaConfig(
         text_config={**TEXT, "model_type": "gemma"},
         vision_config={**vision, "model_type": "siglip_vision_model", "projection_dim": 32, "vision_use_head": False},
         image_token_index=IMAGE,
         projection_dim=32,
         hidden_size=32,
     )
-    return PaliGemmaForConditionalGeneration(config), {"pixel_values": torch.rand(1, 3, 16, 16)}, "token_type_ids"
+    return (
+        transformers.PaliGemmaForConditionalGeneration(config),
+        {"pixel_values": torch.rand(1, 3, 16, 16)},
+        "token_type_ids",
+    )
 
 
 def mllama():
@@ -217,7 +198,9 @@ def mllama():
         "image_size": 16,
     }
     vision |= {"patch_size": 4, "intermediate_layers_indices": [0], "vision_output_dim": 32, "max_num_tiles": 4}
-    return MllamaForConditionalGeneration(MllamaConfig(text_config=text, vision_config=vision))
+    return transformers.MllamaForConditionalGeneration(
+        transformers.MllamaConfig(text_config=text, vision_config=vision)
+    )
 
 
 def make(family, num_images):
@@ -262,7 +245,7 @@ def tokenizer_with(**tokens):
     """A tokenizer with names for tokens of its vocabulary, as those of targets that see have."""
     names = {name: f"<unused{number}>" for name, number in tokens.items()}
     special = {"eos_token": "</s>", "pad_token": "<pad>", "bos_token": "<s>", "extra_special_tokens": names}
-    return PreTrainedTokenizerFast(tokenizer_object=make_tokenizer().backend_tokenizer, **special)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=make_tokenizer().backend_tokenizer, **special)
 
 
 def without_video(processor_class):
@@ -282,7 +265,7 @@ def make_processor(family, template=UNMARKED_TEMPLATE):
     if family is gemma3:
         tokenizer = tokenizer_with(image_token=IMAGE, boi_token=VIDEO - 1, eoi_token=VIDEO - 2)
         images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
-        processor = Gemma3Processor(images, tokenizer, image_seq_length=NUM_PIECES)
+        processor = transformers.Gemma3Processor(images, tokenizer, image_seq_length=NUM_PIECES)
     elif family is gemma4:
         names = {"boi_token": VIDEO - 2, "eoi_token": VIDEO - 3, "audio_token": VIDEO - 1}
         tokenizer = tokenizer_with(image_token=IMAGE, boa_token=VIDEO - 4, eoa_token=VIDEO - 5, **names)
@@ -294,7 +277,7 @@ def make_processor(family, template=UNMARKED_TEMPLATE):
         names = {"vision_start_token": VIDEO - 1, "vision_end_token": VIDEO - 2}
         tokenizer = tokenizer_with(image_token=IMAGE, video_token=VIDEO, **names)
         images = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, min_pixels=64, max_pixels=256)
-        processor = without_video(Qwen3VLProcessor)(images, tokenizer, None)
+        processor = without_video(transformers.Qwen3VLProcessor)(images, tokenizer, None)
     processor.chat_template = tokenizer.chat_template = template.replace("IMAGE", repr(f".{processor.image_token}."))
     return processor
 

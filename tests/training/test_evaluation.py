@@ -52,9 +52,8 @@ def test_evaluation_decodes(tmp_path, tokenizer, packing):
         text = tokenizer.decode(row["input_ids"])
         end = [label != -100 for label in row["labels"]].index(True)
         assert "what" in tokenizer.decode(row["input_ids"][:end]) and (text.count("what") > 1) is packing
-        sequences = target.generate(
-            torch.tensor([row["input_ids"][:end]]), assistant_model=draft, max_new_tokens=10, do_sample=False
-        )
+        settings = {"assistant_model": draft, "max_new_tokens": 10, "do_sample": False}
+        sequences = target.generate(torch.tensor([row["input_ids"][:end]]), **settings)
         new += sequences[0, end:].tolist()
         lengths += draft.last_generation.accepted_lengths
     known = set(draft.draft_token_ids.tolist())
@@ -77,15 +76,14 @@ def test_what_evaluation_decodes_from():
     assert documents_of_row(text) == [text]
     packed = {**text, "labels": [-100, 6, -100, -100, 9], "seq_lengths": [2, 3]}
     assert [prompt_of(document).tolist() for document in documents_of_row(packed)] == [[[5]], [[7, 8]]]
-    assert documents_of_row({"input_ids": [5, 6, 7], "seq_lengths": [1, 2]})[1] == {
-        "input_ids": [6, 7],
-        "labels": [6, 7],
-    }
+    second = documents_of_row({"input_ids": [5, 6, 7], "seq_lengths": [1, 2]})[1]
+    assert second == {"input_ids": [6, 7], "labels": [6, 7]}
 
 
 CHOICE = {
     **{"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "save_strategy": "steps", "max_steps": 4},
-    **{"load_best_model_at_end": True, "metric_for_best_model": "loss_per_step"},
+    **{"load_best_model_at_end": True, "metric_for_best_model": "loss_per_step", "eval_dataset": TEXTS.select([0])},
+    **{"ttt_steps": 1, "num_eval_prompts": 0},
 }
 
 
@@ -96,15 +94,23 @@ def with_losses(trainer, losses):
     def evaluation_loop(*args, **kwargs):
         output = evaluate(*args, **kwargs)
         output.metrics["eval_loss_per_step"] = output.metrics["eval_accuracy_0"] = next(losses)
+        output.metrics["eval_acceptance_length"] = 1.0
         return output
 
     trainer.evaluation_loop = evaluation_loop
     return trainer
 
 
+def chosen(folder, tokenizer, losses, resume=False, **changes):
+    """A trainer that has trained, and chosen the best of the steps with these losses."""
+    trainer = with_losses(make_trainer(folder, tokenizer, **CHOICE | changes), losses)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
 def test_the_best_weights_are_recorded(tmp_path, tokenizer):
     """Of figures that rise while the draft becomes worse, the lowest loss is the best, and its record is its own."""
-    trainer = make_trainer(tmp_path, tokenizer, eval_dataset=TEXTS.select(range(4)), **CHOICE)
+    trainer = make_trainer(tmp_path, tokenizer, **CHOICE)
     evaluate = trainer.evaluation_loop
     with_losses(trainer, [3.0, 1.0, 2.0, 4.0, 5.0]).train()
     assert trainer.state.best_global_step == 2
@@ -119,29 +125,24 @@ def test_the_best_weights_are_recorded(tmp_path, tokenizer):
     assert training_record(trainer)["steps"] in range(1, 5)
 
 
-def test_the_best_of_what_is_saved(tmp_path, tokenizer):
+@pytest.mark.parametrize("losses", [[1.0, 3.0, 4.0, 5.0], [4.0, 3.0, 1.0, 5.0]])
+def test_the_best_of_what_is_saved(tmp_path, tokenizer, losses):
     """A draft that was not saved cannot be loaded at the end."""
-    settings = {**CHOICE, "save_steps": 2, "eval_dataset": TEXTS.select(range(4))}
-    for losses in ([1.0, 3.0, 4.0, 5.0], [4.0, 3.0, 1.0, 5.0]):
-        folder = tmp_path / str(losses)
-        trainer = with_losses(make_trainer(folder, tokenizer, **settings), losses)
-        trainer.train()
-        saved = Eagle3ForSpeculation.from_pretrained(folder / "checkpoint-2").state_dict()
-        assert all(torch.equal(value, saved[name]) for name, value in trainer.draft.state_dict().items())
-        record = training_record(trainer)
-        assert (record["steps"], record["evaluation"]["accuracy_0"]) == (2, 3.0)
+    trainer = chosen(tmp_path, tokenizer, losses, save_steps=2)
+    saved = Eagle3ForSpeculation.from_pretrained(tmp_path / "checkpoint-2").state_dict()
+    assert all(torch.equal(value, saved[name]) for name, value in trainer.draft.state_dict().items())
+    record = training_record(trainer)
+    assert (record["steps"], record["evaluation"]["accuracy_0"]) == (2, 3.0)
 
 
 def test_the_best_checkpoint_of_a_folder_that_was_moved(tmp_path, tokenizer, caplog):
     """Or of one in which only the last checkpoint is left."""
-    settings = {**CHOICE, "eval_dataset": TEXTS.select(range(4))}
-    with_losses(make_trainer(tmp_path / "first", tokenizer, **settings), [1.0, 2.0, 5.0, 6.0]).train()
-    shutil.rmtree(tmp_path / "first" / "checkpoint-4")
-    shutil.copytree(tmp_path / "first" / "checkpoint-3", tmp_path / "last" / "checkpoint-3")
+    chosen(tmp_path / "first", tokenizer, [1.0, 2.0, 5.0], max_steps=3)
+    shutil.rmtree(tmp_path / "first" / "checkpoint-3")
+    shutil.copytree(tmp_path / "first" / "checkpoint-2", tmp_path / "last" / "checkpoint-2")
     (tmp_path / "first").rename(tmp_path / "moved")
-    for name, best in (("moved", 1), ("last", 4)):
-        trainer = with_losses(make_trainer(tmp_path / name, tokenizer, **settings), [4.0])
-        trainer.train(resume_from_checkpoint=True)
+    for name, best in (("moved", 1), ("last", 3)):
+        trainer = chosen(tmp_path / name, tokenizer, [4.0], resume=True, max_steps=3)
         assert trainer.state.best_model_checkpoint == str(tmp_path / name / f"checkpoint-{best}")
         assert training_record(trainer)["steps"] == best
         assert ("no checkpoint-1, the best checkpoint (loss_per_step of 1)" in caplog.text) == (name == "last")
@@ -149,22 +150,18 @@ def test_the_best_checkpoint_of_a_folder_that_was_moved(tmp_path, tokenizer, cap
 
 def test_the_best_checkpoint_of_another_run(tmp_path, tokenizer):
     """One that is now where that of the resumed run was."""
-    settings = {**CHOICE, "save_strategy": "best", "eval_dataset": TEXTS.select(range(4))}
-    with_losses(make_trainer(tmp_path / "place", tokenizer, **settings), [1.0, 2.0, 5.0, 6.0]).train()
+    chosen(tmp_path / "place", tokenizer, [1.0, 2.0], save_strategy="best", max_steps=2)
     shutil.copytree(tmp_path / "place", tmp_path / "moved")
-    trainer = with_losses(make_trainer(tmp_path / "moved", tokenizer, **settings), [4.0, 4.0, 4.0])
-    trainer.train(resume_from_checkpoint=True)
+    trainer = chosen(tmp_path / "moved", tokenizer, [4.0], resume=True, save_strategy="best", max_steps=2)
     assert trainer.state.best_model_checkpoint == str(tmp_path / "moved" / "checkpoint-1")
 
 
 def test_the_best_step_was_not_saved(tmp_path, tokenizer):
     """By a run that did not choose."""
-    settings = {**CHOICE, "save_steps": 2, "max_steps": 6, "eval_dataset": TEXTS.select(range(4))}
-    others = {**settings, "load_best_model_at_end": False}
-    with_losses(make_trainer(tmp_path, tokenizer, **others), [5.0, 3.0, 1.0, 4.0, 4.0, 4.0]).train()
+    settings = {"save_steps": 2, "max_steps": 6}
+    chosen(tmp_path, tokenizer, [5.0, 3.0, 1.0, 4.0, 4.0, 4.0], **settings, load_best_model_at_end=False)
     shutil.rmtree(tmp_path / "checkpoint-6")
-    trainer = with_losses(make_trainer(tmp_path, tokenizer, **settings), [3.0, 2.0])
-    trainer.train(resume_from_checkpoint=True)
+    trainer = chosen(tmp_path, tokenizer, [3.0, 2.0], resume=True, **settings)
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-6")
     assert training_record(trainer)["steps"] == trainer.state.best_global_step == 6
 
@@ -172,19 +169,18 @@ def test_the_best_step_was_not_saved(tmp_path, tokenizer):
 def test_the_best_checkpoint_vanishes(tmp_path, tokenizer):
     class Vanishing(TrainerCallback):
         def on_save(self, args, state, control, **kwargs):
-            if state.global_step == 4:
+            if state.global_step == 2:
                 shutil.rmtree(tmp_path / "checkpoint-1")
 
-    settings = {**CHOICE, "eval_dataset": TEXTS.select(range(4))}
-    trainer = with_losses(make_trainer(tmp_path, tokenizer, **settings), [1.0, 2.0, 3.0, 4.0])
+    trainer = with_losses(make_trainer(tmp_path, tokenizer, **{**CHOICE, "max_steps": 2}), [1.0, 2.0])
     trainer.add_callback(Vanishing())
     trainer.train()
-    assert training_record(trainer)["steps"] == 4
+    assert training_record(trainer)["steps"] == 2
 
 
 def test_what_the_best_draft_is_chosen_by(tmp_path, tokenizer):
     """A name that no evaluation reports fails before training."""
-    rows = TEXTS.select(range(4))
+    rows = TEXTS.select(range(2))
     settings = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 1, "ttt_steps": 2, "draft_vocab_size": 20}
     for changes in (
         {"metric_for_best_model": "acc_length"},
@@ -194,9 +190,8 @@ def test_what_the_best_draft_is_chosen_by(tmp_path, tokenizer):
     ):
         with pytest.raises(ValueError, match=f"is '{changes['metric_for_best_model']}', which is not measured"):
             make_trainer(tmp_path, tokenizer, **{"eval_dataset": rows, **settings, **changes})
-    make_trainer(
-        tmp_path, tokenizer, metric_for_best_model="eval_first_loss", eval_dataset={"first": rows}, **settings
-    )
+    named = {"metric_for_best_model": "eval_first_loss", "eval_dataset": {"first": rows}}
+    make_trainer(tmp_path, tokenizer, **named, **settings)
     trainer = make_trainer(tmp_path, tokenizer, metric_for_best_model="loss", eval_dataset=rows, **settings)
     trainer.train()
     trainer.args.metric_for_best_model = "none"
@@ -211,10 +206,9 @@ def test_a_target_that_cannot_evaluate_a_draft(tmp_path, tokenizer):
     """It is refused before training. Other programs may take the draft all the same."""
     target = make_target("llama")
     target.__class__ = type("Owner", (type(target),), {"_sample": lambda self, *args, **kwargs: None})
-    settings = {"target": target, "eval_dataset": TEXTS.select(range(4)), "eval_strategy": "steps", "eval_steps": 1}
-    with pytest.raises(
-        ValueError, match="the target refuses it: .*Owner has a `_sample` of its own.*`num_eval_prompts=0`"
-    ):
+    settings = {"target": target, "eval_dataset": TEXTS.select(range(2)), "eval_strategy": "steps", "eval_steps": 1}
+    told = "the target refuses it: .*Owner has a `_sample` of its own.*`num_eval_prompts=0`"
+    with pytest.raises(ValueError, match=told):
         make_trainer(tmp_path, tokenizer, **settings)
     trainer = make_trainer(tmp_path, tokenizer, **settings, num_eval_prompts=0, max_steps=1)
     trainer.train()
@@ -222,7 +216,7 @@ def test_a_target_that_cannot_evaluate_a_draft(tmp_path, tokenizer):
 
 
 def test_several_data_sets_to_evaluate(tmp_path, tokenizer):
-    data = {"first": TEXTS.select(range(4)), "second": TEXTS.select(range(4, 8))}
+    data = {"first": TEXTS.select(range(2)), "second": TEXTS.select(range(4, 6))}
     trainer = make_trainer(tmp_path, tokenizer, eval_dataset=data, eval_strategy="steps", eval_steps=2, max_steps=2)
     trainer.train()
     *_, entry = (entry for entry in trainer.state.log_history if "eval_first_acceptance_length" in entry)
@@ -232,24 +226,24 @@ def test_several_data_sets_to_evaluate(tmp_path, tokenizer):
     assert evaluation["acceptance_length"] == entry["eval_first_acceptance_length"]
 
 
-@pytest.mark.parametrize("process, num_new", [(0, 4), (1, 1), (2, 0)])
-def test_rows_that_processes_repeat_do_not_count(tmp_path, tokenizer, monkeypatch, process, num_new):
+def test_rows_that_processes_repeat_do_not_count(tmp_path, tokenizer, monkeypatch):
     """The last batches of three processes are filled up with rows of the first."""
     trainer = make_trainer(tmp_path, tokenizer, per_device_eval_batch_size=4)
     batch = trainer.data_collator([trainer.train_dataset[row] for row in range(4)])
-    expected = {name: value[:num_new] for name, value in batch.items()}
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 3)
-    monkeypatch.setattr(type(trainer.accelerator), "process_index", process)
-    trainer.accelerator.gradient_state = SimpleNamespace(end_of_dataloader=True, remainder=5)
     trainer.model.eval()
-    loss, _, _ = trainer.prediction_step(trainer.model, batch, True)
-    counts = trainer.metrics.counts.pop("eval")
-    if num_new:
-        trainer.accelerator.gradient_state = SimpleNamespace(end_of_dataloader=False, remainder=5)
-        assert torch.isclose(trainer.prediction_step(trainer.model, expected, True)[0], loss)
-        assert torch.equal(trainer.metrics.counts.pop("eval")[0], counts[0])
-    else:
-        assert loss == 0 and counts[0].sum() == 0
+    for process, num_new in ((0, 4), (1, 1), (2, 0)):
+        expected = {name: value[:num_new] for name, value in batch.items()}
+        monkeypatch.setattr(type(trainer.accelerator), "process_index", process)
+        trainer.accelerator.gradient_state = SimpleNamespace(end_of_dataloader=True, remainder=5)
+        loss, _, _ = trainer.prediction_step(trainer.model, batch, True)
+        counts = trainer.metrics.counts.pop("eval")
+        if num_new:
+            trainer.accelerator.gradient_state = SimpleNamespace(end_of_dataloader=False, remainder=5)
+            assert torch.isclose(trainer.prediction_step(trainer.model, expected, True)[0], loss)
+            assert torch.equal(trainer.metrics.counts.pop("eval")[0], counts[0])
+        else:
+            assert loss == 0 and counts[0].sum() == 0
 
 
 def test_predicting_is_evaluating(tmp_path, tokenizer):
@@ -282,9 +276,7 @@ def test_an_evaluation_that_is_interrupted_does_not_count(tmp_path, tokenizer):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_evaluation_in_half_precision_leaves_the_draft_as_it_is(tmp_path, tokenizer, dtype):
-    trainer = make_trainer(
-        tmp_path, tokenizer, num_eval_prompts=1, eval_max_new_tokens=4, **{f"{dtype}_full_eval": True}
-    )
+    trainer = make_trainer(tmp_path, tokenizer, max_steps=1, eval_max_new_tokens=4, **{f"{dtype}_full_eval": True})
 
     def tensors():  # also those that are not saved, such as rotary frequencies
         return dict([*trainer.draft.named_parameters(), *trainer.draft.named_buffers()])
@@ -302,8 +294,8 @@ def test_streams_that_processes_evaluate(tmp_path, tokenizer, monkeypatch):
     rows = Dataset.from_dict({"text": ["abcdefgh", "ijk", "ab" * 9]})
     expected = make_trainer(tmp_path, tokenizer, eval_dataset=rows).eval_dataset
     stream = rows.to_iterable_dataset(num_shards=2)
+    assert not isinstance(make_trainer(tmp_path, tokenizer, eval_dataset=stream).eval_dataset, Dataset)
     for dataset in (stream, {"a": stream}):
-        assert not isinstance(make_trainer(tmp_path, tokenizer, eval_dataset=stream).eval_dataset, Dataset)
         with monkeypatch.context() as patches:
             patches.setattr(Eagle3TrainingArguments, "world_size", 2)
             trainer = make_trainer(tmp_path, tokenizer, eval_dataset=dataset)

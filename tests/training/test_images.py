@@ -31,6 +31,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.checkpoints import target_class
+from hf_eagle3.data import ImageReader, RowEncoder
 from hf_eagle3.data.encoded import read_whole
 from hf_eagle3.data.images import IMAGE_INPUT
 from hf_eagle3.training.record import training_record
@@ -55,9 +56,9 @@ def rows(num=4):
 
 
 def make_vision_trainer(tmp_path, family=qwen3_vl, template=VISION_TEMPLATE, **arguments):
-    target, _ = make(family, 0)
-    arguments = {"dataset": rows(), "report_to": "none", "shuffle_dataset": False, **arguments}
-    arguments["target"] = arguments.get("target", target)
+    if "target" not in arguments:
+        arguments["target"], _ = make(family, 0)
+    arguments = {"dataset": rows(), "shuffle_dataset": False, **arguments}
     return make_trainer(tmp_path, make_processor(family, template), **arguments)
 
 
@@ -117,7 +118,7 @@ def test_unroll_equals_drafting_with_images(tmp_path, family):
             else value
             for name, value in inputs.items()
         }
-        text, drafted_steps = recorded(draft, target, prompt, 12)
+        text, drafted_steps = recorded(draft, target, prompt, 8)
         kinds = {name: text.new_zeros(text.shape) for name in inputs if name.endswith("token_type_ids")}
         for name, value in kinds.items():
             value[:, :prompt_length] = prompt[name.removeprefix(IMAGE_INPUT)]
@@ -174,14 +175,8 @@ def test_a_target_that_reads_one_of_the_layers_of_an_image(layer):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_and_evaluation(tmp_path, family):
-    trainer = make_vision_trainer(
-        tmp_path,
-        family,
-        eval_dataset=rows(3),
-        assistant_only_loss=True,
-        per_device_train_batch_size=2,
-        max_length=None,
-    )
+    settings = {"per_device_train_batch_size": 2, "max_length": None, "max_steps": 2, "ttt_steps": 2}
+    trainer = make_vision_trainer(tmp_path, family, eval_dataset=rows(3), assistant_only_loss=True, **settings)
     trainer.train()
     assert trainer.state.log_history[0]["loss"] > 0
     first, again = trainer.evaluate(), trainer.evaluate(trainer.eval_dataset)  # which has been prepared
@@ -197,25 +192,22 @@ def labels_of(trainer, row):
 @pytest.mark.parametrize("template", [VISION_TEMPLATE, UNMARKED_TEMPLATE])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_assistant_s_tokens_beside_images(tmp_path, family, template):
+    """All other tokens of prompts are learned, if the caller wants it. No target writes those of images."""
     trainer = make_vision_trainer(tmp_path, family, template, assistant_only_loss=True, max_length=None)
     for number, row in enumerate(trainer.train_dataset):
         assert labels_of(trainer, row) == f"it is {number * 7}</s>zz</s>"
         kinds = trainer.data_collator([row])
         places = [value for name, value in kinds.items() if name.endswith("token_type_ids")]
         assert row["image_end"] == (int(places[0].nonzero().max()) + 1 if places else 0)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_of_images_are_not_learned(tmp_path, family):
-    """No target writes them, and an image may have a thousand of them. All other tokens of prompts are learned."""
-    trainer = make_vision_trainer(tmp_path, family, max_length=None, draft_vocab_size=None)
-    for row in trainer.train_dataset:
-        assert row["labels"] == [-100 if token == IMAGE else token for token in row["input_ids"]]
-    assert any(IMAGE in row["input_ids"] for row in trainer.train_dataset)
+    if template == VISION_TEMPLATE:
+        whole = make_vision_trainer(tmp_path, family, max_length=None, draft_vocab_size=None).train_dataset
+        for row in whole:
+            assert row["labels"] == [-100 if token == IMAGE else token for token in row["input_ids"]]
+        assert any(IMAGE in row["input_ids"] for row in whole)
 
 
 def test_forms_of_rows(tmp_path):
-    image, token = make_image(0), make_processor(qwen3_vl).image_token
+    image, token, (target, _) = make_image(0), make_processor(qwen3_vl).image_token, make(qwen3_vl, 0)
     make_image(1).save(tmp_path / "one.png")
     path = str(tmp_path / "one.png")
     shown = [{"type": "image", "text": None}, {"type": "text", "text": "what"}]
@@ -233,19 +225,17 @@ def test_forms_of_rows(tmp_path):
             {"conversations": [{"from": "human", "value": "what"}, {"from": "gpt", "value": "b"}], "image": path},
             {"messages": turns("<image>what", "b"), "image": path},
         ],
-        "<s>a.IMAGE.bc</s>": [
+        "a.IMAGE.bc</s>": [
             {"text": f"a.{token}.bc", "image": image},
             {"prompt": f"a.{token}.b", "completion": "c", "image": image},
         ],
     }
     for text, examples in forms.items():
         for example in examples:
-            trainer = make_vision_trainer(tmp_path, dataset=Dataset.from_list([example]))
+            trainer = make_vision_trainer(tmp_path, dataset=Dataset.from_list([example]), target=target)
             (row,) = trainer.train_dataset
-            assert trainer.processing_class.decode(row["input_ids"]).replace(" ", "") in (
-                text.replace("IMAGE", token * 4),
-                text.replace("IMAGE", token * 4).removeprefix("<s>"),
-            )
+            said = trainer.processing_class.decode(row["input_ids"]).replace(" ", "")
+            assert said.removeprefix("<s>") == text.replace("IMAGE", token * 4)
             assert trainer.data_collator([row])[IMAGE_INPUT + "pixel_values"].shape == (16, 96)
 
 
@@ -307,16 +297,14 @@ def test_a_processor_that_counts_on_tensors_and_marks_no_token(tmp_path):
             return super().replace_image_token(image_inputs, image_idx, **kwargs)
 
     processor.__class__ = Other
-    row = {"messages": turns("what", "b"), "image": make_image(0)}
-    target, _ = make(qwen3_vl, 0)
-    trainer = make_trainer(tmp_path, processor, dataset=Dataset.from_list([row]), target=target)
-    (row,) = trainer.train_dataset
+    encoder = RowEncoder(processor.tokenizer, "messages", images=ImageReader(processor))
+    row = encoder({"messages": turns("what", "b"), "image": make_image(0)})
     assert row["image_end"] == len(row["input_ids"])
 
 
 def test_streams(tmp_path):
-    stream = rows().to_iterable_dataset()
-    trainer = make_vision_trainer(tmp_path, dataset=stream, max_length=64, per_device_train_batch_size=2)
+    stream, few = rows().to_iterable_dataset(), {"max_steps": 2, "ttt_steps": 1, "per_device_train_batch_size": 2}
+    trainer = make_vision_trainer(tmp_path, dataset=stream, max_length=64, **few)
     whole = make_vision_trainer(tmp_path, max_length=64, per_device_eval_batch_size=2)
     for ours, theirs in zip(trainer.get_train_dataloader(), whole.get_eval_dataloader(whole.train_dataset)):
         assert sorted(ours) == sorted(theirs)
@@ -338,15 +326,12 @@ def test_max_length_cuts_no_image(tmp_path, caplog):
     assert sorted(ends) == [0, 5, 7, 13] and min(lengths) > 14
     with caplog.at_level(logging.WARNING, logger="hf_eagle3"):
         trainer = make_vision_trainer(tmp_path, max_length=12)
-    assert (
-        "1 of 4 rows of the train data are dropped: `max_length=12` would cut their images, which end at up to 13"
-        in (caplog.text)
-    )
+    told = "1 of 4 rows of the train data are dropped: `max_length=12` would cut their images, which end at up to 13"
+    assert told in caplog.text
     assert sorted(trainer.train_dataset["image_end"]) == [0, 5, 7]
     assert {len(tokens) for tokens in trainer.train_dataset["input_ids"]} == {12}
     (batch,) = batches(trainer)
     assert batch[IMAGE_INPUT + "mm_token_type_ids"].shape == batch["input_ids"].shape == (3, 12)
-    trainer.train()
     with caplog.at_level(logging.WARNING, logger="hf_eagle3"):
         stream = make_vision_trainer(tmp_path, dataset=rows().to_iterable_dataset(), max_length=12)
         assert [row["image_end"] for row in stream.train_dataset] == [7, 0, 5]
@@ -355,42 +340,40 @@ def test_max_length_cuts_no_image(tmp_path, caplog):
         make_vision_trainer(tmp_path, dataset=rows().select([0, 1]), max_length=5)
 
 
-def wrong(tmp_path, **changes):
-    return make_vision_trainer(tmp_path, **{"dataset": Dataset.from_list([{"messages": turns("a", "b"), **changes}])})
-
-
 def test_errors(tmp_path):
-    with pytest.raises(ValueError, match="Row 0: there is no image nothing.png .from the folder .*Correct the path"):
-        wrong(tmp_path, images=["nothing.png"])
+    target, _ = make(qwen3_vl, 0)
+
+    def wrong(**changes):
+        row = {"messages": turns("a", "b"), **changes}
+        return make_vision_trainer(tmp_path, dataset=Dataset.from_list([row]), target=target)
+
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    image, token = make_image(0), make_processor(qwen3_vl).image_token
+    two_places = [{"role": "user", "content": [{"type": "image"}] * 2}, {"role": "assistant", "content": []}]
+    for changes, reason in (
+        ({"images": ["nothing.png"]}, "there is no image nothing.png .from the folder .*Correct the path"),
+        ({"images": [str(tmp_path / "broken.png")]}, "an image cannot be read"),
+        ({"messages": two_places, "image": image}, "its messages have 2 places for images, but it has 1 images"),
+        ({"messages": turns(f"this {token}", "b"), "image": image}, "it has 1 images, but its text has 2 places for"),
+    ):
+        with pytest.raises(ValueError, match=f"Row 0: {reason}"):
+            wrong(**changes)
     missing = Dataset.from_list([{"messages": turns("a", "b"), "image": str(tmp_path / "gone.png")}])
     with pytest.raises(ValueError, match="Row 0: an image cannot be read: .*gone.png"):
-        make_vision_trainer(tmp_path, dataset=missing.cast_column("image", ImageFeature()))
-    (tmp_path / "broken.png").write_bytes(b"no image")
-    with pytest.raises(ValueError, match="Row 0: an image cannot be read"):
-        wrong(tmp_path, images=[str(tmp_path / "broken.png")])
-    places = [{"type": "image"}, {"type": "image"}]
-    with pytest.raises(ValueError, match="Row 0: its messages have 2 places for images, but it has 1 images"):
-        wrong(
-            tmp_path,
-            messages=[{"role": "user", "content": places}, {"role": "assistant", "content": []}],
-            image=make_image(0),
-        )
-    token = make_processor(qwen3_vl).image_token
-    with pytest.raises(ValueError, match="it has 1 images, but its text has 2 places for them"):
-        wrong(tmp_path, messages=turns(f"this {token}", "b"), image=make_image(0))
+        make_vision_trainer(tmp_path, dataset=missing.cast_column("image", ImageFeature()), target=target)
     mixed = rows().select([0]).to_list() + [{"images": [], "messages": turns(f"this {token}", "b")}]
+    mixed = Dataset.from_list(mixed).cast_column("images", rows().features["images"])
     with pytest.raises(ValueError, match="Row 1: it has 0 images, but its text has 1 places for them"):
-        make_vision_trainer(
-            tmp_path, dataset=Dataset.from_list(mixed).cast_column("images", rows().features["images"])
-        )
+        make_vision_trainer(tmp_path, dataset=mixed, target=target)
     for argument in ("packing", "padding_free"):
         with pytest.raises(ValueError, match=f"packed rows cannot have any: .* Leave out `{argument}`"):
-            make_vision_trainer(tmp_path, **{argument: True})
+            make_vision_trainer(tmp_path, target=target, **{argument: True})
     with pytest.raises(ValueError, match="`truncation_mode='keep_end'` would cut them"):
-        make_vision_trainer(tmp_path, truncation_mode="keep_end")
-    make_vision_trainer(tmp_path, truncation_mode="keep_end", max_length=None)
+        make_vision_trainer(tmp_path, target=target, truncation_mode="keep_end")
+    make_vision_trainer(tmp_path, target=target, truncation_mode="keep_end", max_length=None)
+    # No images, nothing to refuse.
     texts = Dataset.from_list([{"messages": turns("what is a", "it is b"), "images": []}] * 4)
-    make_vision_trainer(tmp_path, dataset=texts, packing=True).train()  # no images, nothing to refuse
+    make_vision_trainer(tmp_path, dataset=texts, target=target, packing=True, max_steps=1, ttt_steps=1).train()
 
 
 @pytest.mark.parametrize("name", ["messages", "prompt"])
@@ -413,31 +396,30 @@ def test_a_broken_image_of_a_message_is_named(tmp_path, caplog, name):
     if name == "messages":
         examples = [{name: example[name] + answer} for example in examples]
     dataset = Dataset.from_list(examples, Features({column: ListFeature(message) for column in columns}))
+    target, _ = make(qwen3_vl, 0)
     with pytest.raises(ValueError, match="2 of 3 rows .* Row 1 .1 more: 2.: an image cannot be read"):
-        make_vision_trainer(tmp_path, dataset=dataset)
+        make_vision_trainer(tmp_path, dataset=dataset, target=target)
     with caplog.at_level(logging.WARNING, logger="hf_eagle3"):
-        stream = make_vision_trainer(tmp_path, dataset=dataset.to_iterable_dataset())
+        stream = make_vision_trainer(tmp_path, dataset=dataset.to_iterable_dataset(), target=target)
         assert len(list(stream.train_dataset)) == 1
     assert "Row 1 of the train data cannot be learned from: an image cannot be read" in caplog.text
 
 
 def test_errors_of_targets_and_processors(tmp_path, tokenizer):
-    with pytest.raises(
-        ValueError, match="it has images, but LlamaForCausalLM reads text only. Pass a target that sees"
-    ):
-        make_vision_trainer(tmp_path, target=make_target("llama"))
+    blind = "it has images, but LlamaForCausalLM reads text only. Pass a target that sees"
+    for target, reason in ((make_target("llama"), blind), (mllama(), "attends to images in separate layers")):
+        with pytest.raises(ValueError, match=reason):
+            make_vision_trainer(tmp_path, target=target)
     target, _ = make(qwen3_vl, 0)
-    with pytest.raises(ValueError, match="`processing_class` is a tokenizer. Pass the target's processor"):
-        make_trainer(tmp_path, tokenizer, dataset=rows(), target=target)
-    processor = make_processor(qwen3_vl)
-    processor.chat_template = processor.tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="has no chat template. Pass one as `chat_template_path`"):
-        make_trainer(tmp_path, processor, dataset=rows(), target=target)
-    processor.chat_template = processor.tokenizer.chat_template = CHAT_TEMPLATE  # writes no images
-    with pytest.raises(ValueError, match="it has 1 images, but its text has 0 places for them"):
-        make_trainer(tmp_path, processor, dataset=rows().select([0]), target=target)
-    with pytest.raises(ValueError, match="attends to images in separate layers"):
-        make_vision_trainer(tmp_path, target=mllama())
+    without_template, without_images = make_processor(qwen3_vl), make_processor(qwen3_vl, CHAT_TEMPLATE)
+    without_template.chat_template = without_template.tokenizer.chat_template = None
+    for processor, reason in (
+        (tokenizer, "`processing_class` is a tokenizer. Pass the target's processor"),
+        (without_template, "has no chat template. Pass one as `chat_template_path`"),
+        (without_images, "it has 1 images, but its text has 0 places for them"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            make_trainer(tmp_path, processor, dataset=rows().select([0]), target=target)
 
 
 def test_a_target_and_its_processor_by_name(tmp_path):
@@ -445,7 +427,7 @@ def test_a_target_and_its_processor_by_name(tmp_path):
     target.save_pretrained(tmp_path / "target")
     make_processor(gemma3).save_pretrained(tmp_path / "target")
     args = Eagle3TrainingArguments(str(tmp_path / "draft"), report_to="none", use_cpu=True, bf16=False, max_steps=1)
-    trainer = Eagle3Trainer(None, str(tmp_path / "target"), args, train_dataset=rows())
+    trainer = Eagle3Trainer(None, str(tmp_path / "target"), args, train_dataset=rows().select([0]))
     trainer.train()
     assert type(trainer.target_model).__name__ == "Gemma3ForConditionalGeneration"
     target, _ = make(qwen3_5, 0)
@@ -458,7 +440,7 @@ def test_a_target_and_its_processor_by_name(tmp_path):
 
 
 def test_records_cards_and_resumption(tmp_path, monkeypatch):
-    arguments = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "per_device_train_batch_size": 2}
+    arguments = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "per_device_train_batch_size": 2}
     first = make_vision_trainer(tmp_path / "a", **arguments)
     first.train()
     with monkeypatch.context() as patches:
@@ -468,7 +450,7 @@ def test_records_cards_and_resumption(tmp_path, monkeypatch):
     card = (tmp_path / "a" / "README.md").read_text()
     assert "3 of 4 rows have images" in card and "AutoModelForImageTextToText" in card
     resumed = make_vision_trainer(tmp_path / "a", **arguments)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1"))
     ours, theirs = ({log["step"]: log.get("loss") for log in each.state.log_history} for each in (resumed, first))
     assert ours == theirs
     for name, weight in first.draft.named_parameters():
@@ -476,9 +458,10 @@ def test_records_cards_and_resumption(tmp_path, monkeypatch):
 
 
 def test_stored_features(tmp_path):
-    trainer = make_vision_trainer(tmp_path / "a", gemma3)
+    few = {"max_steps": 1, "ttt_steps": 2}
+    trainer = make_vision_trainer(tmp_path / "a", gemma3, **few)
     store = trainer.extract_features(tmp_path / "features", rows_per_shard=2)
-    stored = make_vision_trainer(tmp_path / "b", gemma3, dataset=store)
+    stored = make_vision_trainer(tmp_path / "b", gemma3, dataset=store, **few)
     losses = [(each.train(), each.state.log_history[0]["loss"])[1] for each in (trainer, stored)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     trainer.extract_features(tmp_path / "features", rows_per_shard=2)
@@ -491,6 +474,6 @@ def test_adapters(tmp_path):
     target, _ = make(qwen3_vl, 0)
     draft = Eagle3ForSpeculation.from_target(target)
     peft_config = LoraConfig(r=4, target_modules=["q_proj"])
-    trainer = make_vision_trainer(tmp_path, target=target, model=draft, peft_config=peft_config)
+    trainer = make_vision_trainer(tmp_path, target=target, model=draft, peft_config=peft_config, max_steps=1)
     trainer.train()
     assert trainer.state.log_history[0]["loss"] > 0

@@ -18,34 +18,30 @@ from hf_eagle3.training import models
 
 
 def test_names_and_classes_in_place_of_models(tmp_path, tokenizer):
-    args = Eagle3TrainingArguments(str(tmp_path / "draft"), use_cpu=True, report_to="none")
+    args, llama = (
+        Eagle3TrainingArguments(str(tmp_path / "draft"), use_cpu=True, report_to="none"),
+        make_target("llama"),
+    )
     for model, target, reason in (
-        (
-            Eagle3ForSpeculation,
-            make_target("llama"),
-            "`model` is the class Eagle3ForSpeculation, but must be the draft",
-        ),
-        ({}, make_target("llama"), "`model` is dict, but must be the draft, its name, or `None`"),
+        (Eagle3ForSpeculation, llama, "`model` is the class Eagle3ForSpeculation, but must be the draft"),
+        ({}, llama, "`model` is dict, but must be the draft, its name, or `None`"),
         (None, str(tmp_path / "target"), "There is no folder .*target. Pass the folder of the target"),
     ):
         with pytest.raises((TypeError, FileNotFoundError), match=reason):
             Eagle3Trainer(model, target, args, train_dataset=TEXTS, processing_class=tokenizer)
 
 
-def test_arguments_of_a_fresh_draft(tmp_path, tokenizer):
+def test_arguments_of_a_fresh_draft(tmp_path, tokenizer, caplog):
     init = {"model_type": "qwen3", "norm_output": False}
     trainer = make_trainer(tmp_path, tokenizer, draft_vocab_size=20, model_init_kwargs=init)
     assert trainer.draft.config.transformer_layer_config.model_type == "qwen3"
     assert not trainer.draft.config.norm_output and trainer.draft.config.draft_vocab_size == 20
     assert trainer.args.model_init_kwargs == init
-    config = make_trainer(tmp_path, tokenizer, draft_form="classic", target=make_target("qwen3")).draft.config
+    settings = {"draft_form": "classic", "target": make_target("qwen3")}
+    config = make_trainer(tmp_path, tokenizer, **settings, model_init_kwargs={"model_type": "llama"}).draft.config
     assert not config.fc_norm and not config.norm_output and config.transformer_layer_config.model_type == "llama"
-
-
-def test_a_form_that_is_changed(tmp_path, tokenizer, caplog):
-    make_trainer(tmp_path, tokenizer, draft_form="classic", model_init_kwargs={"model_type": "llama"})
     assert "classic" not in caplog.text
-    make_trainer(tmp_path, tokenizer, draft_form="classic", model_init_kwargs={"model_type": "qwen3"})
+    make_trainer(tmp_path, tokenizer, **settings, model_init_kwargs={"model_type": "qwen3"})
     assert "{'model_type': 'qwen3'}, so the draft is not quite of the form 'classic'" in caplog.text
 
 
@@ -55,14 +51,11 @@ def test_an_adapter_of_whatever_is_linear(tmp_path, tokenizer):
     draft = Eagle3ForSpeculation.from_target(target)
     trainer = make_trainer(tmp_path, tokenizer, model=draft, target=target, peft_config=lora, max_steps=1)
     trainer.train()
-    adapted = {
-        name.split(".lora_")[0].split(".")[-1] for name, weight in trainer.model.named_parameters() if "lora_" in name
-    }
+    adapters = [name.split(".lora_")[0] for name, _ in trainer.model.named_parameters() if "lora_" in name]
+    adapted = {name.split(".")[-1] for name in adapters}
     assert {"fc", "q_proj", "down_proj"} <= adapted and "lm_head" not in adapted and lora.target_modules is None
     # Where FSDP shares parameters out, a copy of draft and adapter generates.
-    copied, trained = (
-        each.state_dict() for each in (trainer._copy_of_draft(trainer.model.state_dict()), trainer.draft)
-    )
+    copied, trained = trainer._copy_of_draft(trainer.model.state_dict()).state_dict(), trainer.draft.state_dict()
     assert copied.keys() == trained.keys() and all(copied[name].equal(trained[name]) for name in trained)
 
 
@@ -87,21 +80,18 @@ def test_a_draft_that_is_frozen(tmp_path, tokenizer):
         with pytest.raises(ValueError, match="parameters of the draft are frozen.*is_trainable=True"):
             make_trainer(tmp_path / "out", tokenizer, model=frozen, target=target)
     loaded = PeftModel.from_pretrained(draft, tmp_path / "adapter", is_trainable=True)
-    make_trainer(tmp_path / "out", tokenizer, model=loaded, target=target).train()
+    make_trainer(tmp_path / "out", tokenizer, model=loaded, target=target, max_steps=1, ttt_steps=1).train()
 
 
-@pytest.mark.parametrize("peft_config", [None, LoraConfig(target_modules=["q_proj"])])
-def test_a_draft_that_is_the_name_of_an_adapter(tmp_path, tokenizer, peft_config):
+def test_a_draft_that_is_the_name_of_an_adapter(tmp_path, tokenizer):
     """Transformers loads it into its draft. A `peft_config` would replace it there without a word."""
     Eagle3ForSpeculation.from_target(target := make_target("llama")).save_pretrained(tmp_path / "draft")
-    draft = Eagle3ForSpeculation.from_pretrained(tmp_path / "draft")
-    get_peft_model(draft, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(
-        ValueError, match="adapter.* is a draft into which transformers loaded an adapter.*merge it first"
-    ):
-        make_trainer(
-            tmp_path / "out", tokenizer, model=str(tmp_path / "adapter"), target=target, peft_config=peft_config
-        )
+    draft, lora = Eagle3ForSpeculation.from_pretrained(tmp_path / "draft"), LoraConfig(target_modules=["q_proj"])
+    get_peft_model(draft, lora).save_pretrained(tmp_path / "adapter")
+    told = "adapter.* is a draft into which transformers loaded an adapter.*merge it first"
+    for peft_config in (None, lora):
+        with pytest.raises(ValueError, match=told):
+            make_trainer(tmp_path, tokenizer, str(tmp_path / "adapter"), target=target, peft_config=peft_config)
     unnamed = get_peft_model(Eagle3ForSpeculation.from_target(target), LoraConfig(target_modules=["q_proj"]))
     unnamed.save_pretrained(tmp_path / "unnamed")
     with pytest.raises(ValueError, match="unnamed is an adapter that does not name its draft"):
@@ -119,6 +109,7 @@ def test_a_draft_that_is_the_name_of_an_adapter(tmp_path, tokenizer, peft_config
 def test_offloaded_targets(tmp_path, tokenizer, offloaded, message):
     """As `device_map="auto"` leaves them where memory is short."""
     make_target("llama").save_pretrained(tmp_path / "target")
+    few = {"max_steps": 1, "ttt_steps": 1}
     layers = [f"model.layers.{number}" for number in range(4)]
     names = ["model.embed_tokens", *layers, "model.norm", "model.rotary_emb", "lm_head"]
     device_map = {name: "disk" if name == offloaded else "cpu" for name in names}
@@ -128,16 +119,7 @@ def test_offloaded_targets(tmp_path, tokenizer, offloaded, message):
     draft = Eagle3ForSpeculation.from_target(make_target("llama"))
     for model in (None, draft):
         with nullcontext() if message is None else pytest.raises(ValueError, match=message):
-            make_trainer(tmp_path / "out", tokenizer, model=model, target=target).train()
-
-
-@pytest.mark.parametrize(("own", "expected"), [(0.0, 0.02), (0.1, 0.1)])
-def test_the_threshold_of_a_draft_that_is_trained_further(tmp_path, tokenizer, own, expected):
-    target = make_target("llama")
-    draft = Eagle3ForSpeculation.from_target(target)
-    draft.generation_config.assistant_confidence_threshold = own
-    make_trainer(tmp_path, tokenizer, model=draft, target=target)
-    assert draft.generation_config.assistant_confidence_threshold == expected
+            make_trainer(tmp_path / "out", tokenizer, model=model, target=target, **few).train()
 
 
 def test_a_draft_that_is_trained_further_names_its_new_target(tmp_path, tokenizer):
@@ -147,11 +129,12 @@ def test_a_draft_that_is_trained_further_names_its_new_target(tmp_path, tokenize
     with torch.no_grad():
         tuned.get_input_embeddings().weight += 0.01
     draft = Eagle3ForSpeculation.from_target(target)
-    proposal = draft.config.speculators_config["proposal_methods"] = [
-        {"proposal_type": "greedy", "speculative_tokens": 3}
-    ]
-    trainer = make_trainer(tmp_path, tokenizer, model=draft, target=tuned)
-    trainer.train()
+    proposal = [{"proposal_type": "greedy", "speculative_tokens": 3}]
+    draft.config.speculators_config["proposal_methods"] = proposal
+    for own, expected in ((0.1, 0.1), (0.0, 0.02)):
+        draft.generation_config.assistant_confidence_threshold = own
+        trainer = make_trainer(tmp_path, tokenizer, model=draft, target=tuned)
+        assert draft.generation_config.assistant_confidence_threshold == expected
     trainer.save_model()
     config = Eagle3ForSpeculation.from_pretrained(tmp_path).config
     assert config.verifier == "org/Tuned" and config.speculators_config["proposal_methods"] == proposal
@@ -163,13 +146,11 @@ def test_a_draft_that_is_trained_further_names_its_new_target(tmp_path, tokenize
 def test_a_target_by_its_name(tmp_path, tokenizer):
     make_target("llama").to(torch.bfloat16).save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
-    settings = {"report_to": "none", "use_cpu": True, "bf16": False, "max_steps": 1, "draft_vocab_size": 20}
+    settings = {"report_to": "none", "use_cpu": True, "bf16": False, "draft_vocab_size": 20}
     args = Eagle3TrainingArguments(str(tmp_path / "out"), **settings)
     trainer = Eagle3Trainer(None, str(tmp_path / "target"), args, train_dataset=TEXTS)
-    assert (
-        trainer.target_model.dtype == torch.bfloat16 and trainer.processing_class.get_vocab() == tokenizer.get_vocab()
-    )
-    trainer.train()
+    assert trainer.target_model.dtype == torch.bfloat16
+    assert trainer.processing_class.get_vocab() == tokenizer.get_vocab()
     trainer.save_model(str(tmp_path / "draft"))
     args.target_model_init_kwargs, args.draft_vocab_size = {"dtype": torch.float32}, None
     trainer = Eagle3Trainer(str(tmp_path / "draft"), str(tmp_path / "target"), args, train_dataset=TEXTS)
@@ -189,11 +170,10 @@ def test_a_target_that_brings_its_code(tmp_path, tokenizer):
         "class MineConfig(LlamaConfig):\n    model_type = 'mine'\n"
         "class MineForCausalLM(LlamaForCausalLM):\n    config_class = MineConfig\n"
     )
+    auto_map = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.MineForCausalLM"}
     config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.MineConfig"}}
-    config["auto_map"]["AutoModelForCausalLM"] = "mine.MineForCausalLM"
-    (folder / "config.json").write_text(json.dumps(config))
-    settings = {"report_to": "none", "use_cpu": True, "bf16": False, "max_steps": 1}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "mine", "auto_map": auto_map}))
+    settings = {"report_to": "none", "use_cpu": True, "bf16": False, "max_steps": 1, "ttt_steps": 1}
     args = Eagle3TrainingArguments(str(tmp_path / "out"), trust_remote_code=True, **settings)
     trainer = Eagle3Trainer(None, str(folder), args, train_dataset=TEXTS)
     assert type(trainer.target_model).__name__ == "MineForCausalLM"
@@ -212,33 +192,29 @@ def test_the_tokenizer_is_of_the_same_revision(monkeypatch):
     monkeypatch.setattr("hf_eagle3.tokenizer.check_is_reachable", lambda *args, **kwargs: None)
     models.load_target("me/model", {"revision": "v2", "trust_remote_code": True, "dtype": torch.float16})
     config_kwargs, model_kwargs, tokenizer_kwargs = loaded
-    assert (
-        tokenizer_kwargs
-        == config_kwargs
-        == {"revision": "v2", "trust_remote_code": True}
-        == {name: value for name, value in model_kwargs.items() if name != "dtype"}
-    )
+    model_kwargs.pop("dtype")
+    assert tokenizer_kwargs == config_kwargs == model_kwargs == {"revision": "v2", "trust_remote_code": True}
 
 
 def test_drafts_with_a_window_are_refused(tmp_path, tokenizer):
     target = make_target("llama")
-    draft = Eagle3ForSpeculation.from_target(
-        target, model_type="qwen3", layer_types=["sliding_attention"], use_sliding_window=True, sliding_window=8
-    )
+    windows = {"layer_types": ["sliding_attention"], "use_sliding_window": True, "sliding_window": 8}
+    draft = Eagle3ForSpeculation.from_target(target, model_type="qwen3", **windows)
     with pytest.raises(ValueError, match="Only drafts with full attention can be trained"):
         make_trainer(tmp_path, tokenizer, model=draft, target=target)
 
 
 def test_a_target_that_returns_tuples(tmp_path, tokenizer):
-    target = make_target("llama")
-    expected = losses(make_trainer(tmp_path, tokenizer, target=target))
+    target, few = make_target("llama"), {"max_steps": 1, "ttt_steps": 1}
+    expected = losses(make_trainer(tmp_path, tokenizer, target=target, **few))
     target.config.return_dict = False
-    assert losses(make_trainer(tmp_path, tokenizer, target=target)) == expected
+    assert losses(make_trainer(tmp_path, tokenizer, target=target, **few)) == expected
 
 
 @pytest.mark.parametrize("depth, expected", [(1, [0]), (2, [0, 1]), (3, [0, 1, 2])])
 def test_shallow_targets(tmp_path, tokenizer, depth, expected):
     """Give as many states as differ."""
-    trainer = make_trainer(tmp_path, tokenizer, target=make_target("llama", num_hidden_layers=depth))
+    target, few = make_target("llama", num_hidden_layers=depth), {"max_steps": 1, "ttt_steps": 1}
+    trainer = make_trainer(tmp_path, tokenizer, target=target, **few)
     assert trainer.aux_layer_ids == expected
     trainer.train()

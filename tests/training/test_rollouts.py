@@ -26,22 +26,10 @@ def share_of_vowels(completions, **kwargs):
 
 
 def make_trainer(tmp_path, tokenizer, **settings):
-    settings = {"max_steps": 4, "learning_rate": 1e-2, "steps_per_generation": 2, **settings}
-    args = GRPOConfig(
-        str(tmp_path),
-        **{
-            "per_device_train_batch_size": 4,
-            "num_generations": 4,
-            "max_completion_length": 12,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "use_cpu": True,
-            "bf16": False,
-            "disable_tqdm": True,
-            **settings,
-        },
-    )
+    lengths = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 12, "max_steps": 4}
+    lengths |= {"learning_rate": 1e-2, "steps_per_generation": 2}
+    quiet = {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    args = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **quiet, **{**lengths, **settings})
     return GRPOTrainer(make_target("llama"), share_of_vowels, args, PROMPTS, processing_class=copy.deepcopy(tokenizer))
 
 
@@ -91,13 +79,14 @@ def test_rollouts_are_what_they_would_be(tmp_path, tokenizer, plain, learning_ra
 
 
 def test_a_draft_that_follows_learns(tmp_path, tokenizer):
-    trainer = make_trainer(tmp_path, tokenizer, max_steps=30, learning_rate=0.0, steps_per_generation=1)
+    shorter = {"steps_per_generation": 1, "max_completion_length": 8}
+    trainer = make_trainer(tmp_path, tokenizer, max_steps=20, learning_rate=0.0, **shorter)
     torch.manual_seed(0)
     draft = Eagle3ForSpeculation.from_target(trainer.model).eval()
     with assist_rollouts(trainer, draft, 1e-2):
         trainer.train()
     losses = [entry["draft_loss"] for entry in trainer.state.log_history if "draft_loss" in entry]
-    assert len(losses) == 30 and sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    assert len(losses) == 20 and sum(losses[-5:]) < 0.9 * sum(losses[:5])
 
 
 def test_a_block_draft_learns_by_the_loss_of_its_evaluation(tmp_path, tokenizer):
