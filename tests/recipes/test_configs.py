@@ -15,86 +15,19 @@ from trl import chat_template_utils
 from hf_eagle3 import Eagle3ForSpeculation
 
 
-# Model type, and what the verifiers' own config.json say.
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+SIZES += ("num_attention_heads", "num_key_value_heads", "head_dim")
+LLAMA4 = {"intermediate_size_mlp": 16384, "num_local_experts": 128, "interleave_moe_layer_step": 2}
+# Model type, these sizes, and what else the verifiers' own config.json say.
 TARGETS = {
-    "qwen3_8b": (
-        "qwen3",
-        {
-            "vocab_size": 151936,
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-        },
-    ),
-    "llama_3_1_8b_instruct": (
-        "llama",
-        {
-            "vocab_size": 128256,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-        },
-    ),
-    "llama_4_maverick_17b_128e_instruct": (
-        "llama4_text",
-        {
-            "vocab_size": 202048,
-            "hidden_size": 5120,
-            "intermediate_size": 8192,
-            "intermediate_size_mlp": 16384,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 40,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "num_local_experts": 128,
-            "interleave_moe_layer_step": 2,
-        },
-    ),
-    "gpt_oss_20b": (
-        "gpt_oss",
-        {
-            "vocab_size": 201088,
-            "hidden_size": 2880,
-            "intermediate_size": 2880,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "num_local_experts": 32,
-        },
-    ),
-    "smollm2_135m_instruct": (
-        "llama",
-        {
-            "vocab_size": 49152,
-            "hidden_size": 576,
-            "intermediate_size": 1536,
-            "num_hidden_layers": 30,
-            "num_attention_heads": 9,
-            "num_key_value_heads": 3,
-            "head_dim": 64,
-        },
-    ),
-    "gemma_4_31b_it": (
-        "gemma4_text",
-        {
-            "vocab_size": 262144,
-            "hidden_size": 5376,
-            "intermediate_size": 21504,
-            "num_hidden_layers": 60,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 16,
-            "head_dim": 256,
-            "hidden_size_per_layer_input": 0,
-        },
-    ),
+    "qwen3_8b": ("qwen3", (151936, 4096, 12288, 36, 32, 8, 128), {}),
+    "llama_3_1_8b_instruct": ("llama", (128256, 4096, 14336, 32, 32, 8, 128), {}),
+    "llama_4_maverick_17b_128e_instruct": ("llama4_text", (202048, 5120, 8192, 48, 40, 8, 128), LLAMA4),
+    "gpt_oss_20b": ("gpt_oss", (201088, 2880, 2880, 24, 64, 8, 64), {"num_local_experts": 32}),
+    "smollm2_135m_instruct": ("llama", (49152, 576, 1536, 30, 9, 3, 64), {}),
+    "gemma_4_31b_it": ("gemma4_text", (262144, 5376, 21504, 60, 32, 16, 256), {"hidden_size_per_layer_input": 0}),
 }
+TARGETS = {name: (kind, dict(zip(SIZES, sizes)) | others) for name, (kind, sizes, others) in TARGETS.items()}
 
 
 def read(name):
@@ -103,14 +36,12 @@ def read(name):
 
 def make_true_size_draft(name, **overrides):
     model_type, sizes = TARGETS[name]
+    config = AutoConfig.for_model(model_type, **sizes, tie_word_embeddings=False)
     with torch.device("meta"):
-        target = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(model_type, **sizes, tie_word_embeddings=False), dtype=torch.bfloat16
-        )
-    config = read(name)
-    return Eagle3ForSpeculation.from_target(
-        target, draft_token_ids=range(config["draft_vocab_size"]), **{**config["model_init_kwargs"], **overrides}
-    )
+        target = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    recipe = read(name)
+    settings = {**recipe["model_init_kwargs"], **overrides}
+    return Eagle3ForSpeculation.from_target(target, range(recipe["draft_vocab_size"]), **settings)
 
 
 def num_bytes(draft):
@@ -181,19 +112,20 @@ def test_steps_on_a_tiny_model_of_the_same_class(name, tmp_path, tokenizer, monk
     tokenizer.chat_template = TEMPLATES.get(name)
     tokenizer.save_pretrained(tmp_path / "target")
     chat = [{"role": "user", "content": "abc def"}, {"role": "assistant", "content": "ghi jkl mno"}]
-    rows = [{"messages": [*chat, {**chat[0], "content": f"a{i}"}, chat[1]]} for i in range(64)]
+    rows = [{"messages": [*chat, {**chat[0], "content": f"a{i}"}, chat[1]]} for i in range(16)]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     common = ["--config", RECIPES / f"{name}.yaml", "--model_name_or_path", tmp_path / "target", "--dtype", "float32"]
     common += ["--dataset_name", tmp_path / "chats.jsonl", "--dataset_train_split", "train", "--eval_strategy", "no"]
     common += ["--model_init_kwargs", json.dumps({"model_type": "llama"}), "--draft_vocab_size", 24]
-    common += ["--max_length", 512, "--max_steps", 2, "--save_steps", 2, "--output_dir", tmp_path / "draft"]
+    common += ["--max_length", 512, "--max_steps", 1, "--save_steps", 1, "--output_dir", tmp_path / "draft"]
     common += ["--bf16", "False", "--use_cpu", "True", "--report_to", "none", "--gradient_accumulation_steps", 1]
+    common += ["--per_device_train_batch_size", 2, "--ttt_steps", 2, "--ttt_warmup", 0]
     run_recipe("train.py", *common)
     target = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32).eval()
     draft = Eagle3ForSpeculation.from_pretrained(tmp_path / "draft")
-    assert_same_text(target, draft, make_prompt(12))
-    history = json.loads((tmp_path / "draft" / "checkpoint-2" / "trainer_state.json").read_text())
-    assert history["global_step"] == 2
+    assert_same_text(target, draft, make_prompt(12), max_new_tokens=8)
+    history = json.loads((tmp_path / "draft" / "checkpoint-1" / "trainer_state.json").read_text())
+    assert history["global_step"] == 1
 
     if name not in WITH_FEATURES:
         return
@@ -201,9 +133,8 @@ def test_steps_on_a_tiny_model_of_the_same_class(name, tmp_path, tokenizer, monk
     run_recipe("extract_features.py", *common, "--features_dir", tmp_path / "features")
     from_features = [*common, "--features_dir", tmp_path / "features", "--output_dir", tmp_path / "offline"]
     run_recipe("train.py", *from_features)
-    ours, theirs = (
-        Eagle3ForSpeculation.from_pretrained(tmp_path / kind).state_dict() for kind in ("offline", "draft")
-    )
+    ours = Eagle3ForSpeculation.from_pretrained(tmp_path / "offline").state_dict()
+    theirs = draft.state_dict()
     assert all(torch.allclose(ours[key].float(), theirs[key].float(), atol=2e-2) for key in theirs)
 
 
@@ -216,26 +147,22 @@ CHAT = [
 ]
 
 
+def render(template, messages, bos_token="<bos>", **settings):
+    if not template.startswith("{"):
+        template = (RECIPES / "chat_templates" / f"{template}.jinja").read_text()
+    return render_jinja_template([messages], chat_template=template, bos_token=bos_token, **settings)[0][0]
+
+
 @pytest.mark.parametrize("messages, add_generation_prompt", [(CHAT, False), (CHAT[1:4], True), (CHAT[1:], False)])
 @pytest.mark.parametrize("name, original", [("gemma4", "gemma4_v5"), ("llama3", "llama3_1")])
 def test_templates_say_what_the_targets_say(name, original, messages, add_generation_prompt):
-    ours, theirs = (
-        render_jinja_template(
-            [messages], chat_template=template, add_generation_prompt=add_generation_prompt, bos_token="<bos>"
-        )[0]
-        for template in (
-            (RECIPES / "chat_templates" / f"{name}.jinja").read_text(),
-            getattr(chat_template_utils, f"{original}_chat_template"),
-        )
-    )
-    assert ours == theirs
+    theirs = getattr(chat_template_utils, f"{original}_chat_template")
+    settings = {"add_generation_prompt": add_generation_prompt}
+    assert render(name, messages, **settings) == render(theirs, messages, **settings)
 
 
 def test_the_template_of_llama_4():
-    template = (RECIPES / "chat_templates" / "llama4.jinja").read_text()
-    (text,), _ = render_jinja_template(
-        [CHAT[1:4]], chat_template=template, add_generation_prompt=True, bos_token="<|begin_of_text|>"
-    )
+    text = render("llama4", CHAT[1:4], "<|begin_of_text|>", add_generation_prompt=True)
     assert text == (
         "<|begin_of_text|><|header_start|>user<|header_end|>\n\nHi<|eot|>"
         "<|header_start|>assistant<|header_end|>\n\nHello.<|eot|>"
@@ -248,18 +175,15 @@ def test_what_the_templates_mark(name, tokenizer):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = (RECIPES / "chat_templates" / f"{name}.jinja").read_text()
     messages = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "def"}] * 2
-    encoded = tokenizer.apply_chat_template(
-        messages, return_assistant_tokens_mask=True, return_dict=True, tokenize=True
-    )
+    encoded = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
     pairs = zip(encoded["input_ids"], encoded["assistant_masks"])
     text = tokenizer.decode([token for token, learned in pairs if learned])
     assert text.startswith("def") and "abc" not in text and text.count("def") == 2
 
 
 def test_what_a_training_will_take(tmp_path, run_experiment):
-    AutoConfig.for_model(
-        "qwen3", **TARGETS["qwen3_8b"][1], tie_word_embeddings=False, architectures=["Qwen3ForCausalLM"]
-    ).save_pretrained(tmp_path)
+    others = {"tie_word_embeddings": False, "architectures": ["Qwen3ForCausalLM"]}
+    AutoConfig.for_model("qwen3", **TARGETS["qwen3_8b"][1], **others).save_pretrained(tmp_path)
     page = (ROOT / "docs" / "large_runs.md").read_text()
     result = run_experiment("training_cost.py", "--target", tmp_path, "--tokens", 5e8, "--tflops", 989)
     assert result.returncode == 0, result.stderr[-3000:]

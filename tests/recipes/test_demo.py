@@ -35,9 +35,8 @@ def test_a_block_draft_is_loaded(tmp_path):
     make_tokenizer().save_pretrained(tmp_path / "target")
     target = type(target).from_pretrained(tmp_path / "target")
     make_baseline("jetspec", target).save_pretrained(tmp_path / "drafts" / "jetspec")
-    comparison = Comparison.from_pretrained(
-        str(tmp_path / "target"), str(tmp_path / "drafts"), device="cpu", subfolder="jetspec"
-    )
+    names = str(tmp_path / "target"), str(tmp_path / "drafts")
+    comparison = Comparison.from_pretrained(*names, device="cpu", subfolder="jetspec")
     plain, drafted = last(comparison.run(PROMPT, max_new_tokens=20))
     assert type(comparison.draft).__name__ == "DFlashForSpeculation" and plain.tokens == drafted.tokens
     assert comparison.draft.last_generation.target_forwards > comparison.draft.last_generation.plain_steps
@@ -64,15 +63,14 @@ class Spans(HTMLParser):
         self.text += data
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("policy", ["static", "auto"])
+@pytest.mark.parametrize("temperature, policy", [(0.8, "static"), (0.0, "auto")])
 def test_both_texts_are_the_same_and_the_draft_is_told(comparison, temperature, policy):
     draft, tokenizer = comparison.draft, comparison.tokenizer
     call = {"temperature": temperature, "max_new_tokens": 40, "seed": 3, "tree_policy": policy, "tree_depth": 4}
-    expected = draft.generation_config.to_dict()
-    numbers = [(len(plain.tokens), len(drafted.tokens)) for plain, drafted in comparison.run(PROMPT, **call)]
+    expected, numbers = draft.generation_config.to_dict(), []
+    for plain, drafted in comparison.run(PROMPT, **call):  # noqa: B007
+        numbers.append((len(plain.tokens), len(drafted.tokens)))
     assert numbers == sorted(numbers) and numbers[-1] == (40, 40)
-    plain, drafted = last(comparison.run(PROMPT, **call))
     assert plain.tokens == drafted.tokens and plain.streamed == plain.returned
     assert comparison.verdict(plain, drafted).startswith("The two texts are identical.")
     assert "".join(drafted.texts) == decode(tokenizer, drafted.tokens) and len(drafted.texts) == 40
@@ -83,8 +81,9 @@ def test_both_texts_are_the_same_and_the_draft_is_told(comparison, temperature, 
     # The draft is as it was before.
     assert draft.generation_config.to_dict() == expected and not comparison.target._forward_pre_hooks
     # Another seed samples another text.
-    other = last(comparison.run(PROMPT, **call | {"seed": 4}))[0]
-    assert (other.tokens == plain.tokens) == (temperature == 0)
+    if temperature > 0:
+        other = last(comparison.run(PROMPT, **call | {"seed": 4, "max_new_tokens": 20}))[0]
+        assert other.tokens != plain.tokens[:20]
 
     page, parsed = text_html("With <it>", drafted), Spans(text_html("With <it>", drafted))
     assert parsed.text.startswith("With <it>: 40 tokens, ") and parsed.text.endswith("".join(drafted.texts))

@@ -1,11 +1,12 @@
 """`recipes/inspect_draft.py` and `recipes/export.py` as users call them."""
 
 import json
-import sys
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
+from checkpoints.test_formats import edit_config
 from conftest import make_baseline, make_draft, make_prompt, make_target
 from huggingface_hub import HfApi
 from transformers import AutoModelForCausalLM
@@ -16,10 +17,9 @@ from hf_eagle3.making import FORMS
 
 
 def test_inspect_and_export(tmp_path, run_recipe):
-    target, other = make_target("llama"), make_target("llama", seed=1)
-    for name, model in (("target", target), ("other", other)):
-        model.save_pretrained(tmp_path / name)
-    target = type(target).from_pretrained(tmp_path / "target")
+    for name, seed in (("target", 0), ("other", 1)):
+        make_target("llama", seed=seed).save_pretrained(tmp_path / name)
+    target = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
     make_draft(target, [make_prompt(5)]).save_pretrained(tmp_path / "draft")
 
     result = run_recipe("inspect_draft.py", tmp_path / "draft", "--target", tmp_path / "target")
@@ -40,11 +40,13 @@ def test_inspect_and_export(tmp_path, run_recipe):
     assert "takes it after recipes/export.py --to speculators --target TARGET" in line
 
     nowhere = ("--output_dir", tmp_path / "nowhere")
-    for option, value in (("--target_gguf", "target.gguf"), ("--python", sys.executable)):
-        result = run_recipe("export.py", tmp_path / "draft", "--to", "sglang", option, value, *nowhere)
-        assert result.returncode == 2 and f"{option} is for --to" in result.stderr
-    result = run_recipe("export.py", "me/draft", "--to", "sglang", "--revision", "v2", *nowhere)
-    assert result.returncode == 2 and "--revision is for --push_to. To export" in result.stderr
+    for option, told in (
+        ("--target_gguf", "is for --to"),
+        ("--python", "is for --to"),
+        ("--revision", "is for --push_"),
+    ):
+        result = run_recipe("export.py", tmp_path / "draft", "--to", "sglang", option, "x", *nowhere)
+        assert result.returncode == 2 and f"{option} {told}" in result.stderr
     assert not (tmp_path / "nowhere").exists()
     result = run_recipe("export.py", tmp_path / "draft", "--to", "sglang", "--output_dir", tmp_path / "sglang")
     assert result.returncode == 0, result.stderr[-3000:]
@@ -66,54 +68,43 @@ def test_inspect_and_export(tmp_path, run_recipe):
     assert result.returncode == 0, result.stderr[-3000:]
     ours, theirs = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("draft", "back"))
     assert ours["verifier_fingerprint"] == theirs["verifier_fingerprint"]
-    assert theirs["speculators_config"]["verifier"] == {
-        "name_or_path": str(tmp_path / "target"),
-        "architectures": ["LlamaForCausalLM"],
-    }
+    verifier = {"name_or_path": str(tmp_path / "target"), "architectures": ["LlamaForCausalLM"]}
+    assert theirs["speculators_config"]["verifier"] == verifier
     assert theirs["speculators_config"]["proposal_methods"] == ours["speculators_config"]["proposal_methods"]
     result = run_recipe("inspect_draft.py", tmp_path / "draft", "--target", tmp_path / "other")
     assert result.returncode == 1 and "does not fit" in result.stdout and "trained for another model" in result.stdout
 
 
+JETSPEC = {
+    "layers": "2 x qwen3",
+    "reads": "layers [1, 3] of the target's 4 (as its config.json says)",
+    "embedding": "the target's",
+    "head": "the target's",
+    "block": "6 tokens: one that is known, then masks (token 3)",
+    "in the block": "causal",
+    "vLLM": "takes it as it is",
+}
+
+
 @pytest.mark.parametrize(
     ("method", "expected"),
     [
-        (
-            "jetspec",
-            {
-                "method": "jetspec",
-                "layers": "2 x qwen3",
-                "reads": "layers [1, 3] of the target's 4 (as its config.json says)",
-                "embedding": "the target's",
-                "head": "the target's",
-                "block": "6 tokens: one that is known, then masks (token 3)",
-                "in the block": "causal",
-                "vLLM": "takes it as it is",
-            },
-        ),
-        (
-            "dflash",
-            {"method": "dflash", "in the block": "full", "drafting": "5 tokens in one pass", "vLLM": "as it is"},
-        ),
-        ("dspark", {"method": "dspark", "drafting": "6 tokens in one pass", "Markov head": "of rank 4"}),
-        (
-            "medusa",
-            {"method": "medusa", "heads": "5, each", "tree": "static, 64 nodes", "reads": "after the final norm"},
-        ),
-        ("eagle-2", {"method": "eagle-2", "layers": "1 x llama", "tree": "by the draft's confidence"}),
+        ("jetspec", JETSPEC),
+        ("dflash", {"in the block": "full", "drafting": "5 tokens in one pass", "vLLM": "as it is"}),
+        ("dspark", {"drafting": "6 tokens in one pass", "Markov head": "of rank 4"}),
+        ("medusa", {"heads": "5, each", "tree": "static, 64 nodes", "reads": "after the final norm"}),
+        ("eagle-2", {"layers": "1 x llama", "tree": "by the draft's confidence"}),
     ],
 )
 def test_drafts_of_other_methods(tmp_path, run_recipe, method, expected):
-    target, other = make_target("llama"), make_target("llama", seed=1)
-    for name, model in (("target", target), ("other", other)):
-        model.save_pretrained(tmp_path / name)
-    target = type(target).from_pretrained(tmp_path / "target")
-    draft = make_baseline(method, target)
-    draft.save_pretrained(tmp_path / "draft")
+    for name, seed in (("target", 0), ("other", 1)):
+        make_target("llama", seed=seed).save_pretrained(tmp_path / name)
+    target = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    make_baseline(method, target).save_pretrained(tmp_path / "draft")
     result = run_recipe("inspect_draft.py", tmp_path / "draft", "--target", tmp_path / "target")
     assert result.returncode == 0, result.stderr[-3000:]
     lines = {line.split("  ")[0].strip(): line for line in result.stdout.splitlines()}
-    assert all(value in lines[name] for name, value in expected.items())
+    assert all(value in lines[name] for name, value in {"method": method, **expected}.items())
     assert lines[str(tmp_path / "target")].endswith("  fits") and not lines.keys() & {"SGLang", "flags", "format"}
     assert ("vLLM" in lines) == (method in ("jetspec", "dflash"))
     assert method in ("jetspec", "dflash", "dspark", "eagle-2") or "layers" not in lines
@@ -153,9 +144,8 @@ def test_the_first_trees(tmp_path, tokenizer, run_recipe):
     draft.generation_config.update(tree_policy="static", assistant_confidence_threshold=0.0, output_steps=True)
     target.generate(**inputs, assistant_model=draft, do_sample=False, max_new_tokens=60)
     facts, *trees = result.stdout.split("\n\n")
-    assert (
-        facts.startswith("format") and len(trees) == 5 and trees[0].startswith("After 'what is up' the target writes")
-    )
+    assert facts.startswith("format") and len(trees) == 5
+    assert trees[0].startswith("After 'what is up' the target writes")
     assert sum("✓" in tree for tree in trees) > 0
     for number, (step, printed) in enumerate(zip(draft.last_generation.steps[1:], trees[1:]), start=1):
         assert printed.startswith(f"Step {number}: {len(step.tokens[0]) - 1} tokens drafted")
@@ -163,17 +153,22 @@ def test_the_first_trees(tmp_path, tokenizer, run_recipe):
         assert len(printed.strip().splitlines()) == 1 + len(step.tokens[0]) + 1
 
 
-def test_engines_are_named_for_the_target_that_is_given(tmp_path, run_recipe):
-    """llama.cpp wants to know which layers a draft reads, and some formats leave that to the target's depth."""
-    target = make_target("llama")
-    target.save_pretrained(tmp_path / "target")
-    target = type(target).from_pretrained(tmp_path / "target")
-    export(Eagle3ForSpeculation.from_target(target, **FORMS["classic"]), tmp_path / "draft", "sglang")
-    content = json.loads((tmp_path / "draft" / "config.json").read_text())
-    content = {name: value for name, value in content.items() if not name.startswith("eagle_")}
-    (tmp_path / "draft" / "config.json").write_text(json.dumps(content))
-    for options, expected in (((), "cannot take it: "), (("--target", tmp_path / "target"), "--to gguf")):
-        result = run_recipe("inspect_draft.py", tmp_path / "draft", *options)
+@pytest.fixture(scope="module")
+def flat_draft(tmp_path_factory):
+    """A folder with a target of twelve layers, and its draft in a format that leaves the layers to the target's depth."""
+    folder, target = tmp_path_factory.mktemp("flat"), make_target("llama", num_hidden_layers=12)
+    target.save_pretrained(folder / "target")
+    target = type(target).from_pretrained(folder / "target")
+    export(Eagle3ForSpeculation.from_target(target, **FORMS["classic"]), folder / "draft", "sglang")
+    keys = json.loads((folder / "draft" / "config.json").read_text())
+    edit_config(folder / "draft", *(name for name in keys if name.startswith("eagle_")))
+    return folder
+
+
+def test_engines_are_named_for_the_target_that_is_given(flat_draft, run_recipe):
+    """llama.cpp wants to know which layers a draft reads."""
+    for options, expected in (((), "cannot take it: "), (("--target", flat_draft / "target"), "--to gguf")):
+        result = run_recipe("inspect_draft.py", flat_draft / "draft", *options)
         assert result.returncode == 0, result.stderr[-3000:]
         (line,) = (line for line in result.stdout.splitlines() if line.startswith("llama.cpp"))
         assert expected in line
@@ -185,25 +180,17 @@ def test_engines_are_named_for_the_target_that_is_given(tmp_path, run_recipe):
         (
             [1, 5, 8],
             "[2, 6, 9] of the target, if its ids [1, 5, 8] count outputs",
-            "[2, 6, 9] of the target's 12 (its ids",
+            "[2, 6, 9] of the target's 12 (its",
         ),
         ([2, 6, 9], "[3, 7, 10] of the target, if its ids [2, 6, 9] count outputs", "[2, 6, 9] taken for inputs"),
-        (
-            [4, 8, 11],
-            "if its ids [4, 8, 11]",
-            "outputs of layers; 12 is what leaves the last one, before the final norm",
-        ),
+        ([4, 8, 11], "if its ids [4, 8, 11]", "outputs of layers; 12 is what leaves the last one, before the final n"),
         (None, "since its config.json names none", "[2, 6, 9] of the target's 12 (the usual ones, since"),
     ],
 )
-def test_which_states_are_read_is_said(tmp_path, run_recipe, ids, alone, with_target):
-    target = make_target("llama", num_hidden_layers=12)
-    target.save_pretrained(tmp_path / "target")
-    export(Eagle3ForSpeculation.from_target(target, **FORMS["classic"]), tmp_path / "draft", "sglang")
-    content = json.loads((tmp_path / "draft" / "config.json").read_text())
-    content = {name: value for name, value in content.items() if not name.startswith("eagle_")}
-    (tmp_path / "draft" / "config.json").write_text(json.dumps({**content, "eagle_aux_hidden_state_layer_ids": ids}))
-    for options, expected in (((), alone), (("--target", tmp_path / "target"), with_target)):
+def test_which_states_are_read_is_said(tmp_path, flat_draft, run_recipe, ids, alone, with_target):
+    shutil.copytree(flat_draft / "draft", tmp_path / "draft")
+    edit_config(tmp_path / "draft", eagle_aux_hidden_state_layer_ids=ids)
+    for options, expected in (((), alone), (("--target", flat_draft / "target"), with_target)):
         result = run_recipe("inspect_draft.py", tmp_path / "draft", *options)
         (line,) = (line for line in result.stdout.splitlines() if line.startswith("reads "))
         assert expected in line, result.stdout
@@ -233,12 +220,10 @@ def test_a_branch_for_sglang(tmp_path, hub, run_recipe):
     branches = hub.repos[repo]
     assert len(branches["main"]) == 1
     pushed = branches["sglang"][-1]
-    assert hub.repos["me/exports"]["sglang"][-1] == {
-        name: pushed[name] for name in ("config.json", "model.safetensors")
-    }
+    exported = {name: pushed[name] for name in ("config.json", "model.safetensors")}
+    assert hub.repos["me/exports"]["sglang"][-1] == exported
     of_branches = hub.repos["me/others"]
     kept = {**others, "README.md": b"# Mine", "notes.json": b"{}"}
-    exported = {name: pushed[name] for name in ("config.json", "model.safetensors")}
     assert of_branches["main"][-1] == {**kept, **exported} and of_branches["refs/pr/1"][-1] == exported
     assert json.loads(pushed["config.json"])["architectures"] == ["LlamaForCausalLMEagle3"]
     assert not [name for name in pushed if name.endswith(".py")] and "generation_config.json" not in pushed
@@ -253,9 +238,12 @@ def test_a_branch_does_not_name_a_folder(tmp_path, monkeypatch, run_recipe):
     for name in ("create_branch", "create_commit", "list_repo_files"):
         monkeypatch.setattr(HfApi, name, lambda *args, **kwargs: [])
     made = []
-    monkeypatch.setattr(
-        HfApi, "create_repo", lambda api, repo_id, **kwargs: made.append(kwargs) or SimpleNamespace(repo_id=repo_id)
-    )
+
+    def create_repo(api, repo_id, **kwargs):
+        made.append(kwargs)
+        return SimpleNamespace(repo_id=repo_id)
+
+    monkeypatch.setattr(HfApi, "create_repo", create_repo)
     command = ("export.py", tmp_path / "draft", "--to", "speculators", "--output_dir")
     run_recipe(*command, tmp_path / "pushed", "--push_to", "me/draft", "--private")
     run_recipe(*command, tmp_path / "kept")

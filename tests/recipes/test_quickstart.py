@@ -1,27 +1,18 @@
 import json
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 from conftest import load_script, make_target
 from datasets import Dataset, DatasetDict
 from forked import run_forked
+from messages import assistant, user
 
 from hf_eagle3.evaluation import BenchmarkResults, tasks
 
 
-FAST = [
-    "--draft_minutes",
-    "0.003",
-    "--min_steps",
-    "1",
-    "--max_new_tokens",
-    "8",
-    "--batch_size",
-    "2",
-    "--max_length",
-    "64",
-]
+FAST = ["--draft_minutes", 0.003, "--min_steps", 1, "--max_new_tokens", 6, "--batch_size", 2, "--max_length", 64]
 
 
 @pytest.fixture(autouse=True)
@@ -32,16 +23,16 @@ def offline(monkeypatch):
 @pytest.mark.filterwarnings("error:`gradient_checkpointing` is deprecated")
 def test_from_nothing_to_a_table_and_again(tmp_path, run_recipe, monkeypatch):
     """Barely trained, but everything that `make quickstart` does; the text must be identical however bad the draft."""
-    documents, held_out = tasks.standard_library()
-    monkeypatch.setattr(tasks, "standard_library", lambda number: (documents[:100], held_out[:4]))
+    texts = [path.read_text()[:3000] for path in sorted(Path(json.__file__).parent.glob("*.py"))]
+    monkeypatch.setattr(tasks, "standard_library", lambda number: (texts, ["import json", "def main():\n    return"]))
     compared = []
     monkeypatch.setattr(subprocess, "run", lambda command: compared.append(run_forked(*command[1:])) or compared[0])
     # In bfloat16 a tree and a single token round differently, and a target that knows nothing is full of near ties.
-    arguments = ["--output_dir", tmp_path, "--target_minutes", "0.01", "--no-bf16", *FAST]
+    arguments = ["--output_dir", tmp_path, "--target_minutes", 0.002, "--no-bf16", *FAST]
     first = run_recipe("quickstart.py", *arguments)
     assert first.returncode == 0, first.stderr[-3000:]
     results = BenchmarkResults.read(tmp_path / "results.jsonl")
-    assert [row.num_identical for row in results.rows if row.method == "eagle3"] == [4, 4]
+    assert [row.num_identical for row in results.rows if row.method == "eagle3"] == [2, 2]
     assert (tmp_path / "plots" / "speedup.png").exists()
     assert json.loads((tmp_path / "target" / "config.json").read_text())["use_cache"]
     # Whose figures these are, and how it was trained: what a card is made of.
@@ -106,7 +97,7 @@ def test_what_does_not_exist_is_told_before_training(tmp_path, run_recipe):
 
 def test_conversations_without_an_answer(tmp_path, tokenizer):
     write_prompts = load_script("recipes/quickstart.py").write_prompts
-    asked, greeted = [{"role": "user", "content": "what"}], [{"role": "assistant", "content": "hello"}]
+    asked, greeted = [user("what")], [assistant("hello")]
     write_prompts(tmp_path / "prompts.jsonl", [asked, greeted + asked + greeted], tokenizer)
     prompts = [json.loads(line)["messages"] for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
     assert prompts == [asked, greeted + asked]
@@ -119,13 +110,14 @@ def test_given_target_and_chat_data(tmp_path, tokenizer, run_recipe, monkeypatch
     # Of a run that failed, nothing is left to disagree with.
     failed = run_recipe("quickstart.py", "--output_dir", tmp_path / "out", "--target", "none", "--dataset", "none")
     assert failed.returncode == 1
-    chat = [{"role": "user", "content": "what is up"}, {"role": "assistant", "content": "this and that"}]
+    chat = [user("what is up"), assistant("this and that")]
     (tmp_path / "chats").mkdir()  # as `regenerate.py` names its files
     (tmp_path / "chats" / "rows-00000.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 60)
     without_target = run_recipe("quickstart.py", "--output_dir", tmp_path / "none", "--dataset", tmp_path / "chats")
     assert without_target.returncode != 0 and "Pass a --target that can chat" in without_target.stderr
     arguments = ("--target", tmp_path / "target", "--dataset", tmp_path / "chats")
-    result = run_recipe("quickstart.py", "--output_dir", tmp_path / "out", *arguments, "--no-bf16", *FAST)
+    few = ("--no-bf16", *FAST, "--max_new_tokens", 3)
+    result = run_recipe("quickstart.py", "--output_dir", tmp_path / "out", *arguments, *few)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "To publish the draft" in result.stdout
     trained = json.loads((tmp_path / "out" / "draft" / "training.json").read_text())["arguments"]
@@ -133,10 +125,7 @@ def test_given_target_and_chat_data(tmp_path, tokenizer, run_recipe, monkeypatch
     assert "assistant_only_loss" not in trained and "packing_strategy" not in trained
     # Few processors compute in bfloat16, in which most targets are stored.
     assert json.loads((tmp_path / "out" / "draft" / "config.json").read_text())["dtype"] == "float32"
-    assert all(
-        row.num_identical == 20
-        for row in BenchmarkResults.read(tmp_path / "out" / "results.jsonl").rows
-        if "eagle3" in row.method
-    )
+    rows = BenchmarkResults.read(tmp_path / "out" / "results.jsonl").rows
+    assert all(row.num_identical == 20 for row in rows if "eagle3" in row.method)
     prompts = (tmp_path / "out" / "prompts.jsonl").read_text().splitlines()
     assert len(prompts) == 20 and json.loads(prompts[0]) == {"messages": chat[:1]}

@@ -14,8 +14,8 @@ from accelerate import PartialState
 from conftest import RECIPES, chat_server, load_script, make_target, run_in_two_processes
 from datasets import DatasetInfo, load_dataset
 from forked import run_forked
-from huggingface_hub import DatasetCard, DatasetCardData, constants
-from loopback_hub import serve_hub
+from huggingface_hub import DatasetCard, DatasetCardData
+from messages import assistant, user
 from trl import DatasetMixtureConfig
 
 from hf_eagle3.data.answers import Output, features_of, push_dataset, rows_in
@@ -29,10 +29,7 @@ NUM_ROWS = 30
 @pytest.fixture
 def data(tmp_path):
     path = tmp_path / "chats.jsonl"
-    rows = (
-        {"messages": [{"role": "user", "content": f"ab{i}"}, {"role": "assistant", "content": "old"}]}
-        for i in range(NUM_ROWS)
-    )
+    rows = ({"messages": [user(f"ab{i}"), assistant("old")]} for i in range(NUM_ROWS))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -42,7 +39,7 @@ def test_a_killed_run_loses_nothing_that_was_finished(tmp_path, data):
         if number == 12:
             for process in multiprocessing.active_children():
                 process.kill()
-        time.sleep(0.1)
+        time.sleep(0.05)
         return f"{payload['messages'][0]['content']}, said again"
 
     with chat_server(reply) as (url, requests):
@@ -88,7 +85,7 @@ def test_a_process_without_rows(tmp_path, data):
     data.write_text(data.read_text().partition("\n")[0] + "\n")
 
     def reply(payload, number):
-        time.sleep(1)  # so that the other process finishes first
+        time.sleep(0.5)  # so that the other process finishes first
         return "new"
 
     with chat_server(reply) as (url, _):
@@ -102,14 +99,13 @@ def test_a_process_without_rows(tmp_path, data):
 def test_part_of_a_split_in_the_roles_of_sharegpt(tmp_path, run_recipe):
     turns = [{"from": "human", "value": "what"}, {"from": "gpt", "value": "old"}]
     path = tmp_path / "sharegpt.jsonl"
-    path.write_text("".join(json.dumps({"conversations": turns}) + "\n" for _ in range(6)))
+    path.write_text((json.dumps({"conversations": turns}) + "\n") * 6)
     with chat_server(lambda payload, number: f"{payload['messages'][0]['content']} again") as (url, _):
         command = ("--model_name_or_path", "m", "--base_url", url, "--output_dir", tmp_path / "out")
         result = run_recipe("regenerate.py", *command, "--dataset_name", path, "--dataset_train_split", "train[2:5]")
     assert result.returncode == 0, result.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "out" / "rows-00000.jsonl").read_text().splitlines()]
-    expected = [{"role": "user", "content": "what"}, {"role": "assistant", "content": "what again"}]
-    assert [row["messages"] for row in rows] == [expected] * 3
+    assert [row["messages"] for row in rows] == [[user("what"), assistant("what again")]] * 3
 
 
 def test_a_target_in_the_process(tmp_path, data, tokenizer, run_recipe, caplog, monkeypatch):
@@ -164,36 +160,18 @@ def test_an_interrupted_run_says_what_is_written(tmp_path, data, monkeypatch, ru
     assert "Traceback" not in result.stderr
 
 
-def test_a_template_is_not_for_a_server(tmp_path, data, run_recipe):
+def test_what_is_refused(tmp_path, data, run_recipe):
     command = ("--model_name_or_path", "m", "--dataset_name", data, "--output_dir", tmp_path / "out")
-    command += ("--base_url", "http://127.0.0.1:9/v1", "--chat_template_path", "x.jinja")
-    result = run_recipe("regenerate.py", *command)
-    assert result.returncode == 1
-    assert "`--chat_template_path` would do nothing, because the server" in result.stderr
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_draft_is_not_for_a_server(tmp_path, data, run_recipe):
-    command = ("--model_name_or_path", "m", "--dataset_name", data, "--output_dir", tmp_path / "out")
-    server = ("--base_url", "http://127.0.0.1:9/v1", "--draft_name_or_path", "d")
-    result = run_recipe("regenerate.py", *command, *server)
-    assert result.returncode == 1 and not (tmp_path / "out").exists()
-    assert "`--draft_name_or_path` would do nothing, because the server" in result.stderr
+    for option, value in (("--chat_template_path", "x.jinja"), ("--draft_name_or_path", "d")):
+        result = run_recipe("regenerate.py", *command, "--base_url", "http://127.0.0.1:9/v1", option, value)
+        assert result.returncode == 1 and f"`{option}` would do nothing, because the server" in result.stderr
     result = run_recipe("regenerate.py", *command, "--draft_subfolder", "d")
     assert result.returncode == 2 and "`draft_subfolder` says where the draft is in its repo" in result.stderr
-
-
-def test_numbers_out_of_range(tmp_path, data, run_recipe):
-    command = ("--model_name_or_path", "m", "--dataset_name", data, "--output_dir", tmp_path / "out")
-    for name, number in (
-        ("batch_size", -1),
-        ("concurrency", 0),
-        ("max_retries", -1),
-        ("temperature", -1),
-        ("top_p", 2),
-    ):
+    numbers = {"batch_size": -1, "concurrency": 0, "max_retries": -1, "temperature": -1, "top_p": 2}
+    for name, number in numbers.items():
         result = run_recipe("regenerate.py", *command, f"--{name}", number)
         assert result.returncode == 2 and result.stderr.startswith(f"regenerate.py: error: `{name}` must")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -201,8 +179,8 @@ def test_what_only_later_rows_have(tmp_path, monkeypatch, streaming):
     """`datasets` takes the columns from the first rows that it reads."""
     script, call = load_script("recipes/train.py"), {"type": "function", "function": {"name": "f", "arguments": "{}"}}
     monkeypatch.setattr(script, "load_dataset", partial(load_dataset, chunksize=100))
-    output, plain = Output(tmp_path / "out", {}), [{"role": "user", "content": "a" * 100}]
-    later = [*plain, {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]}]
+    output, plain = Output(tmp_path / "out", {}), [user("a" * 100)]
+    later = [*plain, assistant("", reasoning_content="hm", tool_calls=[call])]
     for row in range(3):
         output.write(row, {"messages": plain})
     output.write(3, {"messages": later, "tools": "[{}]", "chat_template_kwargs": {"think": True}})
@@ -221,7 +199,7 @@ def test_what_only_later_rows_have(tmp_path, monkeypatch, streaming):
     assert without_nulls(list(pushed)[3])["messages"] == later
 
 
-def test_texts_are_continued_and_pushed(tmp_path, tokenizer, run_recipe, monkeypatch):
+def test_texts_are_continued_and_pushed(tmp_path, tokenizer, run_recipe, hub):
     make_target("llama").save_pretrained(tmp_path / "target")
     tokenizer = copy.copy(tokenizer)
     tokenizer.chat_template = None
@@ -235,49 +213,40 @@ def test_texts_are_continued_and_pushed(tmp_path, tokenizer, run_recipe, monkeyp
     assert result.returncode == 1 and "this data has texts. Leave `--base_url` out" in result.stderr
     result = run_recipe("regenerate.py", *command, "--tp_plan", "auto")
     assert result.returncode == 1 and "each process answers its own rows" in result.stderr
-    with serve_hub() as hub:
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setenv("HF_TOKEN", "hf_test")
-        result = run_recipe("regenerate.py", *command, "--push_to_hub", "me/own", "--private")
-        assert result.returncode == 0, result.stderr[-3000:]
-        assert f"{hub.url}/datasets/me/own/commit/" in result.stdout and "datasets/me/own" in hub.private
-        files = hub.repos["datasets/me/own"]["main"][-1]
-        assert files.keys() == {"rows-00000.jsonl", "README.md", ".settings.json"}
-        rows = [json.loads(line) for line in files["rows-00000.jsonl"].splitlines()]
-        prompts = []
-        for text in texts:
-            tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-            prompts += [tokenizer.decode(tokens[i : i + 6]) for i in range(0, len(tokens) - 5, 6 + 5)]
-        assert len(prompts) > len(texts)
-        assert [row["row"] for row in rows] == list(range(len(prompts)))
-        for row, prompt in zip(rows, prompts):
-            assert row["prompt"] == prompt
-            assert row["completion"] and row["finish_reasons"] in (["stop"], ["length"])
-        card = DatasetCard(files["README.md"].decode())
-        assert card.data.configs[0]["data_files"] == [{"split": "train", "path": "rows-*.jsonl"}]
-        assert f"{len(prompts)} rows of texts.jsonl" in card.text and str(tmp_path) not in card.text
-        # A card that someone has written stays.
-        hub.repos["datasets/me/own"]["main"].append({**files, "README.md": b"mine"})
-        result = run_recipe("regenerate.py", *command, "--push_to_hub", "me/own")
-        assert result.returncode == 0 and hub.repos["datasets/me/own"]["main"][-1]["README.md"] == b"mine"
-        # But where it lists the columns, it lists new ones, too.
-        hub.repos["datasets/me/own"]["main"].append(files)
-        with (tmp_path / "out" / "rows-00000.jsonl").open("a") as file:
-            file.write('{"row": 99, "new": 1}\n')
+    result = run_recipe("regenerate.py", *command, "--push_to_hub", "me/own", "--private")
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert f"{hub.url}/datasets/me/own/commit/" in result.stdout and "datasets/me/own" in hub.private
+    commits = hub.repos["datasets/me/own"]["main"]
+    files = commits[-1]
+    assert files.keys() == {"rows-00000.jsonl", "README.md", ".settings.json"}
+    rows = [json.loads(line) for line in files["rows-00000.jsonl"].splitlines()]
+    prompts = []
+    for text in texts:
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        prompts += [tokenizer.decode(tokens[i : i + 6]) for i in range(0, len(tokens) - 5, 6 + 5)]
+    assert len(prompts) > len(texts)
+    assert [(row["row"], row["prompt"]) for row in rows] == list(enumerate(prompts))
+    assert all(row["completion"] and row["finish_reasons"] in (["stop"], ["length"]) for row in rows)
+    card = DatasetCard(files["README.md"].decode())
+    assert card.data.configs[0]["data_files"] == [{"split": "train", "path": "rows-*.jsonl"}]
+    assert f"{len(prompts)} rows of texts.jsonl" in card.text and str(tmp_path) not in card.text
+    # A card that someone has written stays.
+    commits.append({**files, "README.md": b"mine"})
+    result = run_recipe("regenerate.py", *command, "--push_to_hub", "me/own")
+    assert result.returncode == 0 and commits[-1]["README.md"] == b"mine"
+    # But where it lists the columns, it lists new ones, too.
+    commits.append(files)
+    with (tmp_path / "out" / "rows-00000.jsonl").open("a") as file:
+        file.write('{"row": 99, "new": 1}\n')
+    push_dataset(tmp_path / "out", "me/own")
+    card = DatasetCard(commits[-1]["README.md"].decode())
+    assert "new" in [column["name"] for column in card.data.dataset_info["features"]]
+    # Rows of something else are neither overwritten nor mixed with these.
+    commits.append({**files, "rows-00001.jsonl": b"{}"})
+    with pytest.raises(ValueError, match=r"me/own has rows-00001\.jsonl"):
         push_dataset(tmp_path / "out", "me/own")
-        card = DatasetCard(hub.repos["datasets/me/own"]["main"][-1]["README.md"].decode())
-        assert "new" in [column["name"] for column in card.data.dataset_info["features"]]
-        # Rows of something else are neither overwritten nor mixed with these.
-        commits = hub.repos["datasets/me/own"]["main"]
-        commits.append({**files, "rows-00001.jsonl": b"{}"})
-        with pytest.raises(ValueError, match=r"me/own has rows-00001\.jsonl"):
-            push_dataset(tmp_path / "out", "me/own")
-        for settings in ({}, {".settings.json": b'{"model": "another"}'}):
-            hub.repos["datasets/me/other"] = {"main": [{"rows-00000.jsonl": b"{}", **settings}]}
-            with pytest.raises(ValueError, match=r"me/other has rows-00000\.jsonl"):
-                push_dataset(tmp_path / "out", "me/other")
-        assert commits[-1]["rows-00001.jsonl"] == b"{}"
+    for settings in ({}, {".settings.json": b'{"model": "another"}'}):
+        hub.repos["datasets/me/other"] = {"main": [{"rows-00000.jsonl": b"{}", **settings}]}
+        with pytest.raises(ValueError, match=r"me/other has rows-00000\.jsonl"):
+            push_dataset(tmp_path / "out", "me/other")
+    assert commits[-1]["rows-00001.jsonl"] == b"{}"

@@ -10,7 +10,6 @@ import runpy
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ import datasets
 import pytest
 import torch
 from accelerate import PartialState
+from accelerate.commands.launch import launch_command, launch_command_parser
 from conftest import (
     RECIPES,
     assert_same_text,
@@ -34,6 +34,7 @@ from datasets import Dataset, DatasetDict, IterableDatasetDict
 from filelock import FileLock
 from forked import run_forked
 from huggingface_hub import ModelCard
+from messages import assistant, user
 from peft import LoraConfig, PeftModel, get_peft_model
 from seeing import gemma3, make, make_image, make_processor
 from transformers import AutoModel, AutoModelForCausalLM, PrinterCallback
@@ -59,10 +60,7 @@ def files(tmp_path_factory, tokenizer):
     def words():
         return "".join(generator.choice("abcdef ") for _ in range(generator.randint(10, 40)))
 
-    chats = [
-        {"messages": [{"role": "user", "content": words()}, {"role": "assistant", "content": words()}]}
-        for _ in range(48)
-    ]
+    chats = [{"messages": [user(words()), assistant(words())]} for _ in range(48)]
     (folder / "chats").mkdir()
     for name, rows in (("train", chats), ("test", chats[:6])):
         (folder / "chats" / f"{name}.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in rows))
@@ -70,25 +68,15 @@ def files(tmp_path_factory, tokenizer):
 
 
 def arguments_of(files, output_dir, data="chats", max_steps=4):
-    arguments = {
-        "model_name_or_path": files / "target",
-        "dataset_name": files / data,
-        "output_dir": output_dir,
-        "max_steps": max_steps,
-        "save_steps": 2,
-        "max_length": 64,
-        "logging_steps": 1,
-        "report_to": "none",
-        "use_cpu": True,
-        "disable_tqdm": True,
-    }
+    arguments = {"model_name_or_path": files / "target", "dataset_name": files / data, "output_dir": output_dir}
+    arguments |= {"max_steps": max_steps, "save_steps": 2, "max_length": 64, "logging_steps": 1}
+    arguments |= {"report_to": "none", "use_cpu": True, "disable_tqdm": True}
     return [part for name, value in arguments.items() for part in (f"--{name}", value)]
 
 
 def train_in_two(kind, files, folder, *arguments):
-    return run_in_two_processes(
-        kind, folder, RECIPES / "train.py", *arguments_of(files, folder / "out"), *map(str, arguments)
-    )
+    arguments = *arguments_of(files, folder / "out"), *map(str, arguments)
+    return run_in_two_processes(kind, folder, RECIPES / "train.py", *arguments)
 
 
 def losses(result, name="loss_per_step"):
@@ -97,7 +85,7 @@ def losses(result, name="loss_per_step"):
 
 
 FRESH = ("--assistant_only_loss", "--draft_vocab_size", 32)
-EVALUATES = ("--eval_strategy", "steps", "--eval_steps", 4, "--num_eval_prompts", 5, "--eval_max_new_tokens", 12)
+EVALUATES = ("--eval_strategy", "steps", "--eval_steps", 4, "--num_eval_prompts", 2, "--eval_max_new_tokens", 8)
 
 
 def interrupt(*args, **kwargs):
@@ -116,11 +104,27 @@ def whole_run(evaluated_run):
     return losses(evaluated_run)
 
 
+@pytest.fixture(scope="module")
+def script():
+    return load_script("recipes/train.py")
+
+
+@pytest.fixture
+def load_data(script):
+    """`load_data(name, streaming)` returns the data that the script reads, or that of a mixture."""
+
+    def load(name, streaming=False, **mixture):
+        name = None if name is None else str(name)
+        arguments = script.TrainScriptArguments(dataset_name=name, dataset_streaming=streaming)
+        return script.load_data(arguments, DatasetMixtureConfig(**mixture))
+
+    return load
+
+
 def test_the_draft_that_comes_out(files, evaluated_run, whole_run):
     # Whoever trains sees what the draft will never propose.
-    assert re.search(
-        r"Draft vocabulary: 32 of \d+ tokens, which make up all of the [\d,]+ super", evaluated_run.stderr
-    )
+    told = r"Draft vocabulary: 32 of \d+ tokens, which make up all of the [\d,]+ super"
+    assert re.search(told, evaluated_run.stderr)
     # The unroll grows: that is no reason for the loss to rise.
     assert losses(evaluated_run, "ttt_steps") == [1, 2, 4, 6] and whole_run[-1] < whole_run[0]
     assert "recipes/benchmark.py --target" in evaluated_run.stdout and "acceptance_rate" not in evaluated_run.stdout
@@ -155,9 +159,8 @@ def test_a_killed_run_goes_on_to_the_same_losses(files, whole_run, tmp_path):
     resumed = losses(run_forked(*command, "--resume_from_checkpoint", "true"))
     assert 4 - last_step <= len(resumed) < 4, last_step
     assert resumed == whole_run[-len(resumed) :], last_step
-    ours, theirs = (
-        Eagle3ForSpeculation.from_pretrained(path).state_dict() for path in (tmp_path / "killed", files / "whole")
-    )
+    ours = Eagle3ForSpeculation.from_pretrained(tmp_path / "killed").state_dict()
+    theirs = Eagle3ForSpeculation.from_pretrained(files / "whole").state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -194,12 +197,11 @@ def test_a_terminated_run_does_not_look_finished(files, tmp_path, monkeypatch, r
     assert len(losses(run_recipe("train.py", *arguments, "auto"))) == 2
 
 
-def test_accelerate_launches_it():
-    """The program itself. Elsewhere processes with its environment are forked, which is quicker."""
-    program = Path(sys.executable).with_name("accelerate")
-    command = [program, "launch", "--cpu", "--num_processes", 1, RECIPES / "train.py", "--help"]
-    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0 and "usage: train.py" in result.stdout, result.stderr[-3000:]
+def test_accelerate_launches_it(capfd):
+    """The launcher and a process of its own. Elsewhere processes with its environment are forked, which is quicker."""
+    command = ["--cpu", "--num_processes", 1, RECIPES / "train.py", "--help"]
+    launch_command(launch_command_parser().parse_args(list(map(str, command))))
+    assert "usage: train.py" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["ddp, tensor-parallel target", "fsdp2, target by FSDP2"])
@@ -212,9 +214,8 @@ def test_two_processes_give_the_losses_of_one(files, evaluated_run, whole_run, k
     for name in ("eval_loss_per_step", "eval_acceptance_length"):
         (ours,), (theirs,) = losses(result, name), losses(evaluated_run, name)
         assert ours == pytest.approx(theirs, rel=0.05), name
-    ours, theirs = (
-        Eagle3ForSpeculation.from_pretrained(folder).state_dict() for folder in (tmp_path / "out", files / "whole")
-    )
+    ours = Eagle3ForSpeculation.from_pretrained(tmp_path / "out").state_dict()
+    theirs = Eagle3ForSpeculation.from_pretrained(files / "whole").state_dict()
     assert ours.keys() == theirs.keys()
     assert all(torch.allclose(ours[name].float(), theirs[name].float(), atol=5e-3) for name in ours)
     record = json.loads((tmp_path / "out" / "training.json").read_text())
@@ -254,14 +255,12 @@ def test_arguments_of_a_file_and_an_adapter(files, whole_run, tmp_path, run_reci
         f"draft_name_or_path: {files / 'whole'}\nuse_peft: true\nlora_r: 4\nlora_target_modules: [q_proj, v_proj]\n"
         "per_device_train_batch_size: 2\nlearning_rate: 0.5\n"
     )
-    options = ("--config", config, "--learning_rate", 0.01, "--assistant_only_loss")
-    result = run_recipe("train.py", *arguments_of(files, tmp_path / "adapter"), *options)
-    assert len(losses(result)) == 4 and "'learning_rate': '0.01'" in result.stdout
+    options = ("--config", config, "--learning_rate", 0.01, "--assistant_only_loss", "--ttt_steps", 2)
+    result = run_recipe("train.py", *arguments_of(files, tmp_path / "adapter", max_steps=2), *options)
+    assert len(losses(result)) == 2 and "'learning_rate': '0.01'" in result.stdout
     commands = result.stdout[result.stdout.index("To merge it:") :].split("Then, to use it:")[0].splitlines()[1:]
-    exec(
-        "\n".join(line.strip() for line in commands),
-        {"PeftModel": PeftModel, "Eagle3ForSpeculation": Eagle3ForSpeculation},
-    )
+    names = {"PeftModel": PeftModel, "Eagle3ForSpeculation": Eagle3ForSpeculation}
+    exec("\n".join(line.strip() for line in commands), names)
     merged = Eagle3ForSpeculation.from_pretrained(tmp_path / "adapter-merged")
     assert f"push.py {tmp_path / 'adapter-merged'}" in result.stdout
     draft = Eagle3ForSpeculation.from_pretrained(files / "whole")
@@ -319,31 +318,47 @@ def test_what_a_training_refuses_needs_no_traceback(files, tmp_path, run_recipe)
     assert "\nValueError: The train data ended before the first step" in f"\n{result.stderr}"
 
 
-def test_files(files, tmp_path, run_recipe):
-    arguments = arguments_of(files, tmp_path / "out", data="data", max_steps=1)
-    name, texts = arguments.index("--dataset_name") + 1, '{"text": "what is up"}\n' * 20
-    for file, content, error in (
-        ("texts.xlsx", texts.encode(), "is not one of"),
+@pytest.mark.parametrize(
+    "file, content, error",
+    [
+        ("texts.xlsx", b'{"text": "what is up"}\n', "is not one of"),
         ("none.jsonl", b"", "is empty"),
-        ("numbers.jsonl", b'{"text": 5}\n', "Row 0: 'text' is 5, but must be a text"),
+        ("blank.jsonl", b"\n \n", "blank.jsonl is empty"),
         ("cut.jsonl", b'{"text": "ab"}\n{"text": "cd', r"cut.jsonl, line 2 is not JSON"),
         ("half.jsonl", b'{"text": "ab"}\n{"text": "\\ud83d"}\n', r"half.jsonl, line 2 .* surrogates"),
+        ("twice.jsonl", b'{"text": "a", "text": "b"}\n', "twice.jsonl cannot be read: JSON parse error: .* twice"),
         (
             "cut.jsonl.gz",
             gzip.compress(b'{"text": "ab"}\n{"text": ab}\n'),
-            "cut.jsonl.gz cannot be read: JSON parse error",
+            "cut.jsonl.gz cannot be read: JSON parse e",
         ),
+        ("latin.jsonl", '{"text": "caf\xe9"}\n'.encode("latin-1"), "latin.jsonl, line 1 is not in UTF-8"),
         ("latin.txt", b"\xe9t\xe9\n", "latin.txt cannot be read: .*utf-8"),
-        ("texts.jsonl.gz", gzip.compress(texts.encode()), None),
-        ("texts.jsonl.xz", lzma.compress(texts.encode()), None),
-        ("texts.csv", b'text,id\n"what is, up",1\n' * 20, None),
-    ):
-        (tmp_path / file).write_bytes(content)
-        arguments[name] = tmp_path / file
-        result = run_recipe("train.py", *arguments, "--output_dir", tmp_path / f"of-{file}")
-        assert error is None or re.search(f"ValueError: .*{error}", result.stderr)
-        assert (tmp_path / f"of-{file}" / "model.safetensors").exists() == (error is None)
-    rows = Dataset.from_list([{"text": "what is up"}] * 20)
+        ("texts.jsonl.gz", gzip.compress(b'{"text": "what is up"}\n'), None),
+        ("texts.jsonl.xz", lzma.compress(b'{"text": "what is up"}\n'), None),
+        ("texts.csv", b'text,id\n"what is up",1\n', None),
+    ],
+)
+def test_files(tmp_path, load_data, file, content, error):
+    (tmp_path / file).write_bytes(content)
+    if error is not None:
+        with pytest.raises(ValueError, match=error):
+            load_data(tmp_path / file)
+    else:
+        assert load_data(tmp_path / file)["train"]["text"][:] == ["what is up"]
+
+
+def test_data_of_several_forms(files, tmp_path, run_recipe):
+    rows, arguments = (
+        Dataset.from_list([{"text": "what is up"}] * 20),
+        arguments_of(files, tmp_path / "out", max_steps=1),
+    )
+    name = arguments.index("--dataset_name") + 1
+    arguments[name] = tmp_path / "numbers.jsonl"
+    arguments[name].write_text('{"text": 5}\n')
+    result = run_recipe("train.py", *arguments)
+    assert result.returncode == 1 and "\nValueError: 1 of 1 rows" in f"\n{result.stderr}"
+    assert "Row 0: 'text' is 5, but must be a text" in result.stderr and not list(tmp_path.glob("out/*.safetensors"))
     for number, saved in enumerate((rows, DatasetDict(train=rows))):
         saved.save_to_disk(tmp_path / f"saved-{number}")
         arguments[name] = tmp_path / f"saved-{number}"
@@ -351,87 +366,64 @@ def test_files(files, tmp_path, run_recipe):
         assert json.loads((tmp_path / f"out-{number}" / "training.json").read_text())["rows"] == 20
 
 
-@pytest.mark.parametrize("name, content, error", [
-    ("latin.jsonl", '{"text": "caf\xe9"}\n'.encode("latin-1"), "latin.jsonl, line 1 is not in UTF-8"),
-    ("twice.jsonl", b'{"text": "a", "text": "b"}\n', "twice.jsonl cannot be read: JSON parse error: .* twice"),
-    ("blank.jsonl", b"\n \n", "blank.jsonl is empty"),
-])  # fmt: skip
-def test_files_that_cannot_be_read_are_named(tmp_path, name, content, error):
-    (tmp_path / name).write_bytes(content)
-    script = load_script("recipes/train.py")
-    with pytest.raises(ValueError, match=error):
-        script.load_data(script.TrainScriptArguments(dataset_name=str(tmp_path / name)), DatasetMixtureConfig())
-
-
-def test_a_missing_folder_is_named(tmp_path, monkeypatch):
+def test_a_missing_folder_is_named(script, load_data, monkeypatch):
     """Which the Hub was asked for."""
-    script = load_script("recipes/train.py")
     monkeypatch.setattr(script, "load_dataset", Mock(side_effect=ConnectionError("Couldn't reach 'chatz' on the Hub")))
     with pytest.raises(OSError, match="no file or folder chatz .* Hub gave none: Couldn't reach"):
-        script.load_data(script.TrainScriptArguments(dataset_name="chatz"), DatasetMixtureConfig())
+        load_data("chatz")
 
 
 @pytest.mark.parametrize("is_first", [False, True])
-def test_one_process_of_a_machine_checks_a_file(tmp_path, monkeypatch, is_first):
-    script, checked = load_script("recipes/train.py"), []
+def test_one_process_of_a_machine_checks_a_file(tmp_path, script, load_data, monkeypatch, is_first):
+    checked = []
     monkeypatch.setattr(PartialState, "is_local_main_process", is_first)
     monkeypatch.setattr(script, "check_utf8", checked.append)
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
-    script.load_data(script.TrainScriptArguments(dataset_name=str(tmp_path / "a.jsonl")), DatasetMixtureConfig())
+    load_data(tmp_path / "a.jsonl")
     assert checked == [str(tmp_path / "a.jsonl")] * is_first
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_saved_splits_stay_apart(tmp_path, streaming):
+def test_saved_splits_stay_apart(tmp_path, load_data, streaming):
     """`load_dataset` would join those whose names it does not know."""
     splits = {name: Dataset.from_list([{"text": name}]) for name in ("chats", "held_out")}
     DatasetDict(splits).save_to_disk(tmp_path / "saved")
-    script = load_script("recipes/train.py")
-    args = script.TrainScriptArguments(dataset_name=str(tmp_path / "saved"), dataset_streaming=streaming)
-    read = script.load_data(args, DatasetMixtureConfig())
+    read = load_data(tmp_path / "saved", streaming)
     assert {name: [row["text"] for row in rows] for name, rows in read.items()} == {name: [name] for name in splits}
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_names_of_files_are_no_patterns(tmp_path, streaming):
-    script = load_script("recipes/train.py")
+def test_names_of_files_are_no_patterns(tmp_path, load_data, streaming):
     for name in ("chats [v2]*.jsonl", "chats [v2]-old.jsonl", "chats v-old.jsonl"):
         (tmp_path / name).write_text(json.dumps({"text": name}))
-    args = script.TrainScriptArguments(dataset_name=str(tmp_path / "chats [v2]*.jsonl"), dataset_streaming=streaming)
-    read = script.load_data(args, DatasetMixtureConfig())["train"]
+    read = load_data(tmp_path / "chats [v2]*.jsonl", streaming)["train"]
     assert [row["text"] for row in read] == ["chats [v2]*.jsonl"]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_nulls_of_files_stay(tmp_path, streaming):
+def test_nulls_of_files_stay(tmp_path, load_data, streaming):
     """`datasets` stores tools that are alike in all rows as structures, whose `null`s may have been added."""
-    script, tools = load_script("recipes/train.py"), [{"name": "f", "parameters": {"city": {"default": None}}}]
-    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": tools}
-    row["chat_template_kwargs"] = {"style": None}
+    tools = [{"name": "f", "parameters": {"city": {"default": None}}}]
+    row = {"messages": [user("a"), assistant("b")], "tools": tools, "chat_template_kwargs": {"style": None}}
     (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row))
-    args = script.TrainScriptArguments(dataset_name=str(tmp_path), dataset_streaming=streaming)
-    rows = script.load_data(args, DatasetMixtureConfig())["train"]
-    assert [read_row(each, "messages", rows.features).template_kwargs for each in rows] == [
-        {"tools": tools, "style": None}
-    ] * 2
+    rows = load_data(tmp_path, streaming)["train"]
+    read = [read_row(each, "messages", rows.features).template_kwargs for each in rows]
+    assert read == [{"tools": tools, "style": None}] * 2
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("place", ["file", "folder"])
-def test_columns_of_later_rows(tmp_path, monkeypatch, place, streaming):
+@pytest.mark.parametrize("place, streaming", [("file", False), ("file", True), ("folder", False), ("folder", True)])
+def test_columns_of_later_rows(tmp_path, script, load_data, monkeypatch, place, streaming):
     """`datasets` takes the columns from the first rows that it reads, and would fail at the others."""
-    script, chat = load_script("recipes/train.py"), [{"role": "user", "content": "a" * 100}]
+    chat = [user("a" * 100)]
     monkeypatch.setattr(script, "load_dataset", partial(datasets.load_dataset, chunksize=100))
-    later = [*chat, {"role": "assistant", "content": "b", "tool_calls": [{"function": {"name": "f"}}]}]
+    later = [*chat, assistant("b", tool_calls=[{"function": {"name": "f"}}])]
     rows = [{"messages": chat}, {"messages": chat}, {"messages": later, "tools": "[]"}]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    name = str(tmp_path / "train.jsonl" if place == "file" else tmp_path)
-    args = script.TrainScriptArguments(dataset_name=name, dataset_streaming=streaming)
-    read = script.load_data(args, DatasetMixtureConfig())["train"]
-    assert [without_nulls(row) for row in read] == rows
+    name = tmp_path / "train.jsonl" if place == "file" else tmp_path
+    assert [without_nulls(row) for row in load_data(name, streaming)["train"]] == rows
     (tmp_path / "train.jsonl").write_text('{"text": "a"}\n' * 9 + "{")
     with pytest.raises(ValueError, match="train.jsonl, line 10 is not JSON"):  # before training
-        script.load_data(args, DatasetMixtureConfig())
+        load_data(name, streaming)
 
 
 def test_a_split_that_is_not_there(files, tmp_path, run_recipe):
@@ -459,19 +451,17 @@ def test_a_mixture(files, tmp_path, run_recipe):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_mixture_of_messages_with_other_keys(tmp_path, streaming):
+def test_a_mixture_of_messages_with_other_keys(tmp_path, load_data, streaming):
     """As if only one of the data sets has tool calls."""
-    script, call = load_script("recipes/train.py"), {"function": {"name": "f", "arguments": {"city": "Ulm"}}}
-    plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    calls = [plain[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    plain = [user("a"), assistant("b")]
+    calls = [user("a"), assistant("", tool_calls=[{"function": {"name": "f", "arguments": {"city": "Ulm"}}}])]
     tools = [{"name": "f", "parameters": {"city": {"type": "string"}}}]
     for name, row in {"plain": {"messages": plain}, "calls": {"messages": calls, "tools": tools}}.items():
         (tmp_path / f"{name}.jsonl").write_text("".join([json.dumps(row) + "\n"] * 4))
     data = [{"path": "json", "data_files": str(tmp_path / f"{name}.jsonl")} for name in ("plain", "calls")]
 
     def mixed(data):
-        mixture = DatasetMixtureConfig(datasets=[*data], streaming=streaming)
-        rows = script.load_data(script.TrainScriptArguments(dataset_name=None), mixture)["train"]
+        rows = load_data(None, datasets=[*data], streaming=streaming)["train"]
         return [read_row(row, "messages", rows.features) for row in rows]
 
     rows = mixed(data)
@@ -487,46 +477,42 @@ def test_a_mixture_of_messages_with_other_keys(tmp_path, streaming):
         mixed([{**data[0], "fraction": 1}, data[1]])
 
 
-def test_texts_of_a_mixture_stay(tmp_path):
+def test_texts_of_a_mixture_stay(tmp_path, script, load_data):
     """As `Json`, a text that is JSON would be read, and written anew."""
-    script, answer = load_script("recipes/train.py"), '{"city":"Ulm"}'
+    answer = '{"city":"Ulm"}'
     for kind in ("string", "large_string"):
         features = datasets.Features({name: datasets.Value(kind) for name in ("prompt", "completion")})
-        rows = datasets.Dataset.from_list([{"prompt": "a", "completion": answer}], features=features)
+        rows = Dataset.from_list([{"prompt": "a", "completion": answer}], features=features)
         rows.to_parquet(tmp_path / f"{kind}.parquet")
     data = [{"path": "parquet", "data_files": str(path)} for path in sorted(tmp_path.glob("*.parquet"))]
     with pytest.raises(ValueError, match="string"):
-        script.load_data(script.TrainScriptArguments(dataset_name=None), DatasetMixtureConfig(datasets=data))
-    parts = [datasets.Dataset.from_list([{"prompt": answer, "tools": tools}]) for tools in ("[]", [{"name": "f"}])]
+        load_data(None, datasets=data)
+    parts = [Dataset.from_list([{"prompt": answer, "tools": tools}]) for tools in ("[]", [{"name": "f"}])]
     assert [part[0]["prompt"] for part in script.aligned(parts)] == [answer] * 2
 
 
-def test_a_mixture_is_split_the_same_way_every_time(files):
-    script = load_script("recipes/train.py")
-    mixture = {"datasets": [{"path": "json", "data_files": str(files / "chats" / "train.jsonl"), "split": "train"}]}
-    arguments = script.TrainScriptArguments(dataset_name=None), DatasetMixtureConfig(**mixture, test_split_size=0.25)
-    first, second = (script.load_data(*arguments) for _ in range(2))
+def test_a_mixture_is_split_the_same_way_every_time(files, load_data):
+    data = [{"path": "json", "data_files": str(files / "chats" / "train.jsonl"), "split": "train"}]
+    first, second = (load_data(None, datasets=[*data], test_split_size=0.25) for _ in range(2))
     assert first.keys() == {"train", "test"} and first["test"][:] == second["test"][:]
     assert len(first["test"]) < len(first["train"])
-    arguments[1].streaming = True
     with pytest.raises(ValueError, match="`test_split_size` cannot split streams"):
-        script.load_data(*arguments)
+        load_data(None, datasets=[*data], test_split_size=0.25, streaming=True)
 
 
-def test_parts_of_splits():
-    rows_of = runpy.run_path(RECIPES / "train.py")["rows_of"]
+def test_parts_of_splits(script):
     dataset = DatasetDict(train=Dataset.from_dict({"row": range(10)}), test=Dataset.from_dict({"row": range(10, 14)}))
     parts = {
         "train[:3]": [0, 1, 2],
         "test[50%:]": [12, 13],
         "train[8:]+test[:1]": [8, 9, 10],
-        "test": [10, 11, 12, 13],
+        "test": [*range(10, 14)],
     }
-    assert {part: rows_of(dataset, part)["row"][:] for part in parts} == parts
+    assert {part: script.rows_of(dataset, part)["row"][:] for part in parts} == parts
     streams = IterableDatasetDict(train=dataset["train"].to_iterable_dataset())
     for data, part in ((dataset, "valid[:3]"), (dataset, "train[:3"), (streams, "train[:3]")):
         with pytest.raises(ValueError, match="There is no split"):
-            rows_of(data, part)
+            script.rows_of(data, part)
 
 
 def test_a_mistyped_path(files, tmp_path, run_recipe):
@@ -550,7 +536,7 @@ def test_the_chat_of_the_docs(files, tmp_path, tokenizer, monkeypatch, run_recip
     # As on the page, the target has no template of its own. (The draft vocabulary is small, as the chats are.)
     shutil.copytree(files / "target", "path/to/target", ignore=shutil.ignore_patterns("*.jinja"))
     target = ("--draft_vocab_size", 16)
-    shared = ("--max_steps", 2, "--report_to", "none", "--use_cpu", "true", "--eval_max_new_tokens", 4)
+    shared = ("--max_steps", 1, "--report_to", "none", "--use_cpu", "true", "--eval_max_new_tokens", 4)
     result = run_recipe("train.py", "--config", "chat.yaml", "--chat_template_path", "chat.jinja", *target, *shared)
     assert "Saved the draft to outputs/my-target-speculator.eagle3" in result.stdout
     # To measure as it was trained, on its own prompts.
@@ -563,20 +549,14 @@ def test_the_chat_of_the_docs(files, tmp_path, tokenizer, monkeypatch, run_recip
 
 
 @pytest.mark.parametrize("offline", [False, True])
-def test_what_to_measure_on(tmp_path, monkeypatch, offline):
+def test_what_to_measure_on(tmp_path, script, monkeypatch, offline):
     """Prompts that the data holds out, or tasks of the Hub if it can be reached."""
-    script = load_script("recipes/train.py")
     monkeypatch.setattr(script, "is_offline_mode", lambda: offline)
-    chats = SimpleNamespace(processing_class=SimpleNamespace(chat_template="x"))
-    texts = SimpleNamespace(processing_class=SimpleNamespace(chat_template=None))
-    of_the_hub = [] if offline else ["paper"]
-    for row, tasks in (
-        ({"messages": []}, "own"),
-        ({"prompt": "a", "completion": "b"}, "own"),
-        ({"text": "a"}, of_the_hub),
-    ):
+    chats, texts = (SimpleNamespace(processing_class=SimpleNamespace(chat_template=each)) for each in ("x", None))
+    own, of_the_hub = [str(tmp_path / "test.jsonl")], [] if offline else ["paper"]
+    pair = {"prompt": "a", "completion": "b"}
+    for row, expected in (({"messages": []}, own), (pair, own), ({"text": "a"}, of_the_hub)):
         (tmp_path / "test.jsonl").write_text(json.dumps(row) + "\n")
-        expected = [str(tmp_path / "test.jsonl")] if tasks == "own" else tasks
         assert script.tasks_to_measure(chats, str(tmp_path)) == expected
     for name in ("me/data", None):
         assert script.tasks_to_measure(chats, name) == of_the_hub and script.tasks_to_measure(texts, name) == []
@@ -612,15 +592,24 @@ def test_a_config_with_values_of_another_type(tmp_path, run_recipe, content, mes
     assert result.returncode == 2 and result.stderr.startswith("train.py: error: ") and message in result.stderr
 
 
-def test_strategies_of_a_file(tmp_path):
+@pytest.fixture
+def parsed(tmp_path):
+    """`parsed(text)` returns the training arguments of a YAML file."""
+
+    def parse(text):
+        (tmp_path / "config.yaml").write_text(text)
+        parser = Eagle3Parser((Eagle3TrainingArguments,))
+        return parser.parse_args_and_config(["--config", str(tmp_path / "config.yaml")])[0]
+
+    return parse
+
+
+def test_strategies_of_a_file(parsed):
     """YAML reads `no` as false."""
-    parser = Eagle3Parser((Eagle3TrainingArguments,))
-    (tmp_path / "config.yaml").write_text(
-        "output_dir: out\neval_strategy: no\nsave_strategy: no\nlogging_strategy: no\nbf16: no\nuse_cpu: yes\n"
-    )
-    (arguments,) = parser.parse_args_and_config(["--config", str(tmp_path / "config.yaml")])
-    strategies = (arguments.eval_strategy, arguments.save_strategy, arguments.logging_strategy)
-    assert strategies == ("no", "no", "no") and arguments.bf16 is False and arguments.use_cpu is True
+    names = ("eval_strategy", "save_strategy", "logging_strategy")
+    arguments = parsed("output_dir: out\nbf16: no\nuse_cpu: yes\n" + "".join(f"{name}: no\n" for name in names))
+    assert [getattr(arguments, name) for name in names] == ["no"] * 3
+    assert arguments.bf16 is False and arguments.use_cpu is True
 
 
 def test_flags_alone():
@@ -656,14 +645,11 @@ def test_help_on_python_3_14(monkeypatch):
     assert "\nArguments:\n  --own" in Eagle3Parser((Arguments,)).format_help()
 
 
-def test_numbers_of_a_file(tmp_path):
+def test_numbers_of_a_file(parsed):
     """YAML reads `1e-5` as a text. The parser mends only flags, not what is in dictionaries."""
-    (tmp_path / "config.yaml").write_text(
+    arguments = parsed(
         "output_dir: out\nuse_cpu: true\nbf16: false\nlearning_rate: 1e-4\nmodel_init_kwargs: {rms_norm_eps: 1e-6, name: e5}\n"
         "lr_scheduler_kwargs:\n  min_lr: 1E-5\n  list: [-2.5e+3]\n"
-    )
-    (arguments,) = Eagle3Parser((Eagle3TrainingArguments,)).parse_args_and_config(
-        ["--config", str(tmp_path / "config.yaml")]
     )
     assert arguments.learning_rate == 1e-4
     assert arguments.model_init_kwargs == {"rms_norm_eps": 1e-6, "name": "e5"}
@@ -702,27 +688,23 @@ def test_help(run_recipe):
 
 def test_what_fails_before_the_work(files, tmp_path, run_recipe):
     make_target("llama").save_pretrained(tmp_path / "target")
-    arguments = arguments_of(files, tmp_path / "out")
-    result = run_recipe("train.py", *arguments, "--model_name_or_path", tmp_path / "target")
-    assert result.returncode == 1
-    assert re.search("FileNotFoundError: .*target has no tokenizer. Save the target's there", result.stderr)
     Eagle3ForSpeculation.from_target(make_target("llama")).save_pretrained(tmp_path / "draft")
-    result = run_recipe("train.py", *arguments, "--model_name_or_path", tmp_path / "draft")
-    assert result.returncode == 1 and "draft is a draft, not a target" in result.stderr
-    result = run_recipe("benchmark.py", "--target", tmp_path / "draft")
-    assert result.returncode == 1 and "draft is a draft, not a target" in result.stderr
     adapted = get_peft_model(make_target("llama"), LoraConfig(target_modules=["q_proj"]))
     adapted.peft_config["default"].base_model_name_or_path = "me/base"
     adapted.save_pretrained(tmp_path / "adapter")
-    result = run_recipe("train.py", *arguments, "--model_name_or_path", tmp_path / "adapter")
-    assert result.returncode == 1
-    assert "adapter is an adapter of me/base, not a whole model. Merge it" in result.stderr
-    result = run_recipe("train.py", *arguments, "--model_name_or_path", tmp_path)
-    assert result.returncode == 1 and "some of its folders have one: ['draft', 'target']. Pass one" in result.stderr
     (tmp_path / "file").touch()
-    result = run_recipe("train.py", *arguments, "--output_dir", tmp_path / "file" / "out")
-    assert result.returncode == 1
-    assert re.search("cannot be written to.*Choose another `--output_dir`", result.stderr)
+    arguments = arguments_of(files, tmp_path / "out")
+    for name, value, told in (
+        ("model_name_or_path", "target", "FileNotFoundError: .*target has no tokenizer. Save the target's there"),
+        ("model_name_or_path", "draft", "draft is a draft, not a target"),
+        ("model_name_or_path", "adapter", "adapter is an adapter of me/base, not a whole model. Merge it"),
+        ("model_name_or_path", "", r"some of its folders have one: \['draft', 'target'\]. Pass one"),
+        ("output_dir", "file/out", "cannot be written to.*Choose another `--output_dir`"),
+    ):
+        result = run_recipe("train.py", *arguments, f"--{name}", tmp_path / value)
+        assert result.returncode == 1 and re.search(told, result.stderr)
+    result = run_recipe("benchmark.py", "--target", tmp_path / "draft")
+    assert result.returncode == 1 and "draft is a draft, not a target" in result.stderr
 
 
 def test_images(files, tmp_path, run_recipe):
@@ -734,14 +716,13 @@ def test_images(files, tmp_path, run_recipe):
     for number in range(8):
         make_image(number).save(tmp_path / f"{number}.png")
         images = [str(tmp_path / f"{number}.png")][: number % 3]
-        turns = [{"role": "user", "content": f"what is {number}"}, {"role": "assistant", "content": "this"}]
-        rows.append({"images": images, "messages": turns})
+        rows.append({"images": images, "messages": [user(f"what is {number}"), assistant("this")]})
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = arguments_of(files, tmp_path / "out", max_steps=2)
     names = {"--model_name_or_path": tmp_path / "target", "--dataset_name": tmp_path / "data.jsonl"}
     for name, value in names.items():
         arguments[arguments.index(name) + 1] = value
-    arguments += ["--assistant_only_loss", "--per_device_train_batch_size"]
+    arguments += ["--ttt_steps", 2, "--assistant_only_loss", "--per_device_train_batch_size"]
     run_recipe("train.py", *arguments, 4)
     assert json.loads((tmp_path / "out" / "training.json").read_text())["rows_with_images"] == 5
     arguments[arguments.index("--output_dir") + 1] = tmp_path / "streamed"

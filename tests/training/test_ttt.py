@@ -1,7 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import VOCAB_SIZE, make_prompt, make_target
+from conftest import VOCAB_SIZE, make_prompt
 from operators import Operators
 from trainers import make_ttt_batch
 from transformers import DynamicCache
@@ -62,6 +62,20 @@ def make_draft(target, **overrides):
     return draft
 
 
+@pytest.fixture
+def pair(target):
+    return target, make_draft(target)
+
+
+def batch_of(pair, length, batch_size=1, unlearned=()):
+    """A batch of the target's text, some labels of which are masked: `(row, tokens)`."""
+    input_ids = make_prompt(length, batch_size=batch_size)
+    labels = input_ids.clone()
+    for row, tokens in unlearned:
+        labels[row, tokens] = -100
+    return make_ttt_batch(*pair, input_ids, labels)
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -70,8 +84,7 @@ def make_draft(target, **overrides):
         {"num_hidden_layers": 2, "model_type": "qwen3"},
     ],
 )
-def test_unroll_equals_drafting_token_by_token(overrides):
-    target = make_target("llama")
+def test_unroll_equals_drafting_token_by_token(target, overrides):
     draft = make_draft(target, **overrides)
     batch = make_ttt_batch(target, draft, make_prompt(12, batch_size=2))
     expected = naive_unroll(draft, batch, STEPS)
@@ -84,13 +97,8 @@ def test_unroll_equals_drafting_token_by_token(overrides):
             torch.testing.assert_close(logits, forward, atol=1e-5, rtol=1e-5)
 
 
-def test_loss_and_gradients_equal_the_naive_ones():
-    target = make_target("llama")
-    draft = make_draft(target)
-    input_ids = make_prompt(11, batch_size=2)
-    labels = input_ids.clone()
-    labels[0, :5] = -100
-    batch = make_ttt_batch(target, draft, input_ids, labels)
+def test_loss_and_gradients_equal_the_naive_ones(pair):
+    draft, batch = pair[1], batch_of(pair, 11, 2, [(0, slice(5))])
     outputs = ttt_loss(draft, batch, STEPS)
     expected, counts = naive_loss(draft, batch, STEPS)
     torch.testing.assert_close(outputs.loss_sums, expected, atol=1e-3, rtol=1e-4)
@@ -103,8 +111,7 @@ def test_loss_and_gradients_equal_the_naive_ones():
 
 
 @pytest.mark.parametrize("settings", [{}, {"row_share": 0.5, "num_sampled": 8}])
-def test_apple_s_gpus_have_all_operators_of_training(settings):
-    target = make_target("llama")
+def test_apple_s_gpus_have_all_operators_of_training(target, settings):
     draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=range(0, VOCAB_SIZE, 2))
     draft.borrow_embeddings(target)
     with Operators() as used:
@@ -112,15 +119,10 @@ def test_apple_s_gpus_have_all_operators_of_training(settings):
     assert not used.missing_on_apple_s_gpus() and "embedding" in used.names
 
 
-def test_counts_equal_the_naive_ones(monkeypatch):
+def test_counts_equal_the_naive_ones(monkeypatch, pair):
     monkeypatch.setattr(ttt, "ONE_IN", 1)
-    target = make_target("llama")
-    draft = make_draft(target)
-    input_ids = make_prompt(15, batch_size=3)
-    labels = input_ids.clone()
-    labels[0, :5] = -100
-    labels[1, 8:11] = -100
-    batch = make_ttt_batch(target, draft, input_ids, labels)
+    draft, batch = pair[1], batch_of(pair, 15, 3, [(0, slice(5)), (1, slice(8, 11))])
+    labels = batch.labels
     # So that some agree: the target says what the draft would, in every other place.
     logits = naive_unroll(draft, batch, STEPS)
     best = draft.draft_token_ids[logits.nan_to_num(0).argmax(-1)]
@@ -172,26 +174,20 @@ def assert_same_training(draft, first, second, tolerance=1e-5):
         torch.testing.assert_close(our_gradients[name], their_gradients[name], atol=tolerance, rtol=1e-3, msg=name)
 
 
-def test_padding_changes_nothing():
-    target = make_target("llama")
-    draft = make_draft(target)
+def test_padding_changes_nothing(pair):
+    target, draft = pair
     input_ids = make_prompt(14)
     padded = F.pad(input_ids, (0, 5), value=7)
     mask = F.pad(torch.ones_like(input_ids), (0, 5))
     labels = F.pad(input_ids, (0, 5), value=-100)
-    assert_same_training(
-        draft, make_ttt_batch(target, draft, input_ids), make_ttt_batch(target, draft, padded, labels, mask)
-    )
+    batches = make_ttt_batch(target, draft, input_ids), make_ttt_batch(target, draft, padded, labels, mask)
+    assert_same_training(draft, *batches)
 
 
-def test_what_is_not_to_be_learned_changes_no_loss():
+def test_what_is_not_to_be_learned_changes_no_loss(pair):
     """Other target distributions over prompt tokens, and over padding, leave loss and gradient as they are."""
-    target = make_target("llama")
-    draft = make_draft(target)
-    input_ids = make_prompt(16)
-    labels = input_ids.clone()
-    labels[:, :9] = -100
-    batch, changed = (make_ttt_batch(target, draft, input_ids, labels) for _ in range(2))
+    draft = pair[1]
+    batch, changed = (batch_of(pair, 16, unlearned=[(0, slice(9))]) for _ in range(2))
     changed.target_logits[:, :8] = torch.randn_like(changed.target_logits[:, :8]) * 9  # about tokens 1 to 8
     changed.target_tokens[:, :8] = 0
     assert_same_training(draft, batch, changed)
@@ -201,34 +197,25 @@ def test_what_is_not_to_be_learned_changes_no_loss():
         assert_same_training(draft, batch, changed)
 
 
-def test_packed_documents_do_not_see_each_other():
-    target = make_target("llama")
-    draft = make_draft(target)
+def test_packed_documents_do_not_see_each_other(pair):
+    target, draft = pair
     first, second = make_prompt(9, seed=1), make_prompt(13, seed=2)
     packed = torch.cat([first, second], dim=1)
     positions = torch.cat([torch.arange(9), torch.arange(13)])[None]
-    width = 13
-    padded = torch.cat([F.pad(first, (0, width - 9)), second])
+    padded = torch.cat([F.pad(first, (0, 4)), second])
     mask = torch.tensor([[1] * 9 + [0] * 4, [1] * 13])
     labels = torch.where(mask.bool(), padded, -100)
     # The batch dimension keeps documents apart; so must the packed row.
     apart = make_ttt_batch(target, draft, padded, labels, mask)
     together = make_ttt_batch(target, draft, packed, position_ids=positions)
-    together.aux_hidden_states = apart.aux_hidden_states[mask.bool()][None]
-    together.target_logits = apart.target_logits[mask.bool()][None]
-    together.target_mass = apart.target_mass[mask.bool()][None]
-    together.target_tokens = apart.target_tokens[mask.bool()][None]
+    for name in ("aux_hidden_states", "target_logits", "target_mass", "target_tokens"):
+        setattr(together, name, getattr(apart, name)[mask.bool()][None])
     assert_same_training(draft, apart, together)
 
 
-def test_the_loss_in_pieces_is_the_loss(monkeypatch):
+def test_the_loss_in_pieces_is_the_loss(monkeypatch, pair):
     monkeypatch.setattr(ttt, "ONE_IN", 3)
-    target = make_target("llama")
-    draft = make_draft(target)
-    input_ids = make_prompt(17, batch_size=2)
-    labels = input_ids.clone()
-    labels[0, :5] = -100
-    batch = make_ttt_batch(target, draft, input_ids, labels)
+    draft, batch = pair[1], batch_of(pair, 17, 2, [(0, slice(5))])
     results = []
     for max_logits in (2**25, 2 * 32 * 4, 1):
         draft.zero_grad()
@@ -243,41 +230,33 @@ def test_the_loss_in_pieces_is_the_loss(monkeypatch):
         torch.testing.assert_close(grads, results[0][1], atol=1e-4, rtol=1e-4)
 
 
-def sampled_vocabularies(draft, batch, num_sampled, num):
-    return [ttt.SampledVocabulary.of(batch, draft, num_sampled) for _ in range(num)]
-
-
-def test_a_sample_of_the_vocabulary_stands_for_all(monkeypatch):
+def test_a_sample_of_the_vocabulary_stands_for_all(monkeypatch, pair):
     monkeypatch.setattr(ttt, "LEAST_PROBABILITY", 0.1)
-    target = make_target("llama")
-    draft = make_draft(target)
-    batch = make_ttt_batch(target, draft, make_prompt(9, batch_size=2))
+    draft, batch = pair[1], batch_of(pair, 9, 2)
     probs = batch.target_logits.softmax(-1)
     likely = (probs >= 0.1).flatten(0, 1).any(dim=0).nonzero().flatten().tolist()
     num_others = probs.shape[-1] - len(likely)
     assert min(len(likely), num_others) > 5
     states = torch.randn(3, draft.lm_head.in_features)
     of_target, of_draft, times_drawn = 0, 0, torch.zeros(probs.shape[-1])
-    vocabularies = sampled_vocabularies(draft, batch, 4, 4000)
+    vocabularies = [ttt.SampledVocabulary.of(batch, draft, 4) for _ in range(2000)]
     for vocabulary in vocabularies:
         times_drawn[vocabulary.tokens] += 1
         of_target += vocabulary.of_logits(batch.target_logits).exp().sum(-1) / len(vocabularies)
         of_draft += vocabulary.head(states).exp().sum(-1) / len(vocabularies)
     assert {len(vocabulary.tokens) for vocabulary in vocabularies} == {len(likely) + 4}
-    assert times_drawn[likely].tolist() == [4000] * len(likely)
+    assert times_drawn[likely].tolist() == [2000] * len(likely)
     others = [token for token in range(probs.shape[-1]) if token not in likely]
-    assert times_drawn[others].min() > 0.85 * 4000 * 4 / num_others
+    assert times_drawn[others].min() > 0.75 * 2000 * 4 / num_others
     # What each softmax is divided by is that of all tokens, on average.
     torch.testing.assert_close(of_target, batch.target_logits.exp().sum(-1), rtol=0.05, atol=0)
     torch.testing.assert_close(of_draft, draft.lm_head(states).exp().sum(-1), rtol=0.05, atol=0)
 
 
 @pytest.mark.parametrize("least", [0.0, 2.0], ids=["all are likely", "all are drawn"])
-def test_a_sample_of_all_tokens_is_the_vocabulary(monkeypatch, least):
+def test_a_sample_of_all_tokens_is_the_vocabulary(monkeypatch, pair, least):
     monkeypatch.setattr(ttt, "LEAST_PROBABILITY", max(least, 1e-30))
-    target = make_target("llama")
-    draft = make_draft(target)
-    batch = make_ttt_batch(target, draft, make_prompt(17, batch_size=2))
+    draft, batch = pair[1], batch_of(pair, 17, 2)
     results = []
     for num_sampled in (None, VOCAB_SIZE):
         draft.zero_grad()
@@ -290,11 +269,9 @@ def test_a_sample_of_all_tokens_is_the_vocabulary(monkeypatch, least):
     torch.testing.assert_close(of_sampled, of_whole, atol=1e-4, rtol=1e-4)
 
 
-def test_gradients_of_a_sampled_vocabulary_point_where_those_of_the_whole_do(monkeypatch):
+def test_gradients_of_a_sampled_vocabulary_point_where_those_of_the_whole_do(monkeypatch, pair):
     monkeypatch.setattr(ttt, "LEAST_PROBABILITY", 0.1)
-    target = make_target("llama")
-    draft = make_draft(target)
-    batch = make_ttt_batch(target, draft, make_prompt(17, batch_size=2))
+    draft, batch = pair[1], batch_of(pair, 17, 2)
 
     def gradient(num_sampled):
         loss = ttt_loss(draft, batch, 3, num_sampled=num_sampled).loss_sums.sum()
@@ -315,9 +292,8 @@ def test_counted_rows():
 
 
 @pytest.mark.parametrize("overrides", [{}, {"num_hidden_layers": 2, "model_type": "qwen3"}, {"mask_token_id": "pad"}])
-def test_rows_are_the_same_where_others_are_left_out(monkeypatch, overrides):
+def test_rows_are_the_same_where_others_are_left_out(monkeypatch, target, overrides):
     monkeypatch.setattr(attention, "BLOCK_SIZE", 4)
-    target = make_target("llama")
     draft = make_draft(target, **overrides)
     documents = torch.cat([torch.arange(9), torch.arange(7)]).expand(2, -1)
     batch = make_ttt_batch(target, draft, make_prompt(16, batch_size=2), position_ids=documents)
@@ -334,14 +310,10 @@ def test_rows_are_the_same_where_others_are_left_out(monkeypatch, overrides):
         assert all(set(new) <= set(old) for old, new in zip(before.tolist(), after.tolist()))
 
 
-def test_the_loss_of_some_rows_stands_for_all(monkeypatch):
+def test_the_loss_of_some_rows_stands_for_all(monkeypatch, pair):
     monkeypatch.setattr(ttt, "ONE_IN", 1)
-    target = make_target("llama")
-    draft = make_draft(target)
-    input_ids = make_prompt(16, batch_size=2)
-    labels = input_ids.clone()
-    labels[0, :9] = -100
-    batch = make_ttt_batch(target, draft, input_ids, labels)
+    draft, batch = pair[1], batch_of(pair, 16, 2, [(0, slice(9))])
+    input_ids, labels = batch.input_ids, batch.labels
     torch.manual_seed(5)
     drawn = [step.rows for step in ttt_unroll(draft, batch, 4, row_share=0.7)][1:]
     torch.manual_seed(5)
@@ -369,18 +341,15 @@ def test_the_loss_of_some_rows_stands_for_all(monkeypatch):
     assert all(gradient.abs().max() > 0 for gradient in ours)
 
 
-def test_sequences_shorter_than_the_unroll():
-    target = make_target("llama")
-    draft = make_draft(target)
-    outputs = ttt_loss(draft, make_ttt_batch(target, draft, make_prompt(3)), STEPS)
+def test_sequences_shorter_than_the_unroll(pair):
+    outputs = ttt_loss(pair[1], batch_of(pair, 3), STEPS)
     assert outputs.num_rows.tolist() == [1, 0, 0, 0, 0, 0, 0]
     assert outputs.loss_sums[1:].abs().sum() == 0
 
 
 @pytest.mark.parametrize("overrides", [{}, {"mask_token_id": 0, "norm_output": False}])
-def test_all_parameters_are_in_the_graph_of_one_step(overrides):
+def test_all_parameters_are_in_the_graph_of_one_step(target, overrides):
     """DDP expects that where `ddp_find_unused_parameters=False`."""
-    target = make_target("llama")
     draft = Eagle3ForSpeculation.from_target(target, **overrides).train()
     ttt_loss(draft, make_ttt_batch(target, draft, make_prompt(12)), 1).loss_sums.sum().backward()
     trained = {name: weight for name, weight in draft.named_parameters() if weight.requires_grad}
