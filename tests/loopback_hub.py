@@ -43,14 +43,8 @@ class Hub:
 
     def environment(self, tmp_path):
         """What a process needs to talk to this Hub, with a cache of its own."""
-        return {
-            "HF_ENDPOINT": self.url,
-            "HF_HOME": str(tmp_path),
-            "HF_TOKEN": "hf_test",
-            "HF_HUB_OFFLINE": "0",
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-        }
+        alone = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+        return {"HF_ENDPOINT": self.url, "HF_HOME": str(tmp_path), "HF_TOKEN": "hf_test", **alone}
 
 
 def sha_of(files) -> str:
@@ -206,20 +200,15 @@ def model_info(self, body, repo, revision="main"):
     if (files := files_or_error(self, repo, revision)) is None:
         return
     siblings = [{"rfilename": name} for name in files]
-    self.answer(
-        {"id": repo, "modelId": repo, "sha": sha_of(files), "siblings": siblings, "private": False, "tags": []}
-    )
+    names = {"id": repo, "modelId": repo, "sha": sha_of(files)}
+    self.answer({**names, "siblings": siblings, "private": False, "tags": []})
 
 
 def tree(self, body, repo, revision):
     if (files := files_or_error(self, repo, revision)) is None:
         return
-    self.answer(
-        [
-            {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-            for name, content in files.items()
-        ]
-    )
+    oids = {name: hashlib.sha1(content).hexdigest() for name, content in files.items()}
+    self.answer([{"type": "file", "path": name, "size": len(files[name]), "oid": oid} for name, oid in oids.items()])
 
 
 def resolve(self, body, repo, revision, name):

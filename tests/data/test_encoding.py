@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import trl
+from conftest import each_once, make_byte_tokenizer
 from datasets import Dataset
 from datasets.fingerprint import Hasher
-from messages import assistant, user
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
+from messages import assistant, learned, user
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from trl.data_utils import apply_chat_template
 
 from hf_eagle3.data import RowEncoder, RowError, encode_rows, encoding
@@ -24,50 +25,35 @@ from hf_eagle3.tokenizer import PromptEncoder
 
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Ulm"}}}
-TOOL = {
-    "name": "weather",
-    "description": "d",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-}
-
-
+TOOL = {"name": "weather", "description": "d"}
+TOOL["parameters"] = {"type": "object", "properties": {"city": {"type": "string"}}}
 RAIN = {"title": "Ulm", "text": "It rains."}
 PLAIN = [user("Is it raining?"), assistant("Yes."), user("Thanks"), assistant("Bye.")]
 THOUGHTS = [user("Is it?"), assistant("Yes.", reasoning_content="It is."), user("Thanks"), assistant("Bye.")]
 QWEN_PROMPT = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
-CALLS = [
-    PLAIN[0],
-    assistant("", tool_calls=[CALL]),
-    {"role": "tool", "name": "weather", "content": "rain"},
-    *PLAIN[1:],
-]
+RESULT = {"role": "tool", "name": "weather", "content": "rain"}
+CALLS = [PLAIN[0], assistant("", tool_calls=[CALL]), RESULT, *PLAIN[1:]]
 
 
 def byte_tokenizer(template, special=()):
     """A token a byte, and those that look special in a template."""
     special = sorted({"<s>", "</s>", *special, *re.findall(r"<\|[a-z_]+\|>|<[|｜][^<>{}\s]+[|｜]>", template)})
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    model = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(alphabet)}, unk_token="!"))
-    split = pre_tokenizers.Split(Regex("."), "isolated")
-    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    model.pre_tokenizer, model.decoder = pre_tokenizers.Sequence([bytes_only, split]), decoders.ByteLevel()
-    model.add_special_tokens(special)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=model, bos_token="<s>", eos_token="</s>", extra_special_tokens=special
-    )
+    tokenizer = make_byte_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>", "extra_special_tokens": special})
     tokenizer.chat_template = template
     return tokenizer
 
 
-def learned(tokenizer, encoded):
-    runs, previous = [], -100
-    for token, label in zip(encoded["input_ids"], encoded["labels"]):
-        assert label in (-100, token)
-        if label != -100:
-            runs += [[]] if previous == -100 else []
-            runs[-1].append(token)
-        previous = label
-    return [tokenizer.decode(run) for run in runs]
+def unmarked(name):
+    return re.sub(r"\{%-? (end)?generation -?%\}", "", TEMPLATES[name])
+
+
+def answers_of(tokenizer, is_marked=None):
+    """An encoder that learns answers, by the tokenizer's own template if `is_marked` is given."""
+    encoder = RowEncoder(tokenizer, "messages", assistant_only_loss=True)
+    if is_marked is not None:
+        encoder.chat_template, encoder.is_marked = None, is_marked
+    return encoder
 
 
 TEMPLATES = {
@@ -82,20 +68,15 @@ ASKED_IN_ANOTHER_WAY = ("deepseek", "nemotron")
 def test_turns_are_found_where_templates_mark_them(name):
     """By rendering a conversation with and without them. What the prompt of an answer holds is not said."""
     tokenizer = byte_tokenizer(TEMPLATES[name])
-    encoder = RowEncoder(tokenizer, "messages", assistant_only_loss=True)
-    encoder.chat_template, encoder.is_marked = None, True
-    marked = encoder({"messages": PLAIN})
-    encoder.is_marked = False
-    found = encoder({"messages": PLAIN})
+    marked, found = (answers_of(tokenizer, is_marked)({"messages": PLAIN}) for is_marked in (True, False))
     assert found["input_ids"] == marked["input_ids"]
     if name.startswith(ASKED_IN_ANOTHER_WAY):
         assert found["lost"] == 2 and not learned(tokenizer, found)
         return
     assert found["lost"] == 0
     prompt = tokenizer.apply_chat_template(PLAIN[:1], add_generation_prompt=True, tokenize=False)
-    for of_marks, turn, said in zip(
-        learned(tokenizer, marked), learned(tokenizer, found), ("Yes.", "Bye."), strict=True
-    ):
+    turns = learned(tokenizer, marked), learned(tokenizer, found)
+    for of_marks, turn, said in zip(*turns, ("Yes.", "Bye."), strict=True):
         assert said in turn
         before, _, end = of_marks.rpartition(said)
         own, _, own_end = turn.rpartition(said)
@@ -113,12 +94,9 @@ def test_turns_are_found_where_templates_mark_them(name):
     ("phi3", PLAIN, 0),  # ends the text, but not each turn, with EOS
 ])  # fmt: skip
 def test_turns_that_are_not_what_the_target_would_say_are_lost(name, conversation, lost):
-    template = re.sub(r"\{%-? (end)?generation -?%\}", "", TEMPLATES[name])
-    tokenizer = byte_tokenizer(template)
-    encoder = RowEncoder(tokenizer, "messages", assistant_only_loss=True)
-    encoder.chat_template, encoder.is_marked = None, False
-    row = {"messages": conversation, **({"tools": [TOOL]} if conversation is CALLS else {})}
-    encoded = encoder(row)
+    tokenizer = byte_tokenizer(unmarked(name))
+    tools = {"tools": [TOOL]} if conversation is CALLS else {}
+    encoded = answers_of(tokenizer, is_marked=False)({"messages": conversation, **tools})
     assert encoded["lost"] == lost
     turns = [message for message in conversation if message["role"] == "assistant"][lost:]
     for turn, text in zip(turns, learned(tokenizer, encoded), strict=True):
@@ -149,7 +127,7 @@ UNMARKED = {
 def test_any_template(name):
     template, expected = UNMARKED[name]
     tokenizer = byte_tokenizer(template)
-    encoder = RowEncoder(tokenizer, "messages", assistant_only_loss=True)
+    encoder = answers_of(tokenizer)
     assert not encoder.is_marked
     assert learned(tokenizer, encoder({"messages": PLAIN})) == expected
     greeting = encoder({"messages": [assistant("Hello."), *PLAIN]}) if name == "SmolLM2" else None
@@ -163,24 +141,23 @@ def test_any_template(name):
 
 def test_tokens_that_a_prompt_alone_does_not_have(tokenizer):
     """Where its last token grows together with the answer, the target is never asked what is written."""
-    model = Tokenizer(
-        models.WordLevel({"<unk>": 0, "U": 1, "A:": 2, "A": 3, "a": 4, ":": 5, "Ab": 6}, unk_token="<unk>")
-    )
+    pieces = ["<unk>", "U", "A:", "A", "a", ":", "Ab"]
+    model = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<unk>"))
     model.pre_tokenizer = pre_tokenizers.Split(Regex("Ab|A:|U|A|a|:"), "isolated")
     merging = PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>")
     merging.chat_template = (
         "{% for m in messages %}{{ 'U' if m.role == 'user' else 'A' }}{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}A{% endif %}"
     )
-    encoder = RowEncoder(merging, "messages", assistant_only_loss=True)
+    encoder = answers_of(merging)
     assert encoder({"messages": [user("a"), assistant("b")]})["lost"] == 1
     assert encoder({"messages": [user("a"), assistant("a")]})["lost"] == 0
 
 
 def test_rows_with_lost_turns_are_counted_and_more_than_a_few_refused(caplog):
-    tokenizer = byte_tokenizer(re.sub(r"\{%-? (end)?generation -?%\}", "", TEMPLATES["qwen3_training"]) + " ")
+    tokenizer = byte_tokenizer(unmarked("qwen3_training") + " ")
     tokenizer.chat_template = TEMPLATES["qwen3"].replace("<think>", "<hm>")  # which TRL does not know
-    encoder = RowEncoder(tokenizer, "messages", assistant_only_loss=True)
+    encoder = answers_of(tokenizer)
     one_turn = [PLAIN[:2]] * 39
     with caplog.at_level(logging.WARNING):
         dataset = encode_rows(Dataset.from_dict({"messages": [*one_turn, PLAIN]}), encoder, "train")
@@ -206,9 +183,8 @@ def test_broken_rows_of_streams_are_counted_and_more_than_a_few_refused(caplog):
     assert [record.getMessage().split()[1] for record in caplog.records] == ["1", "2", "4"] * 3
     with pytest.raises(ValueError, match=r"Row 118 .* 6 of 119 rows so far .*first are \[1, 2, 3\]"):
         list(encoded(a_few[:-2] + [None]))
-    with pytest.raises(
-        ValueError, match="Row 0 of the train data cannot be learned from: 'text' is missing or has nothing in it"
-    ):
+    told = "Row 0 of the train data cannot be learned from: 'text' is missing or has nothing in it"
+    with pytest.raises(ValueError, match=told):
         next(iter(encoded([None, "a"])))
     # Later passes may begin with a broken row.
     rows = Dataset.from_dict({"text": ["a", None, None, "a"]}).to_iterable_dataset().shuffle(seed=1, buffer_size=4)
@@ -221,31 +197,6 @@ def test_broken_rows_of_streams_are_counted_and_more_than_a_few_refused(caplog):
     assert first[0] == "a" and None in first
 
 
-class Characters(PreTrainedTokenizer):
-    """A slow tokenizer, which does not say where its tokens are."""
-
-    def __init__(self, **kwargs):
-        self.names = ["<pad>", "<s>", "</s>", *map(chr, range(10, 127))]
-        super().__init__(bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="?", **kwargs)
-
-    vocab_size = property(lambda self: len(self.names))
-
-    def get_vocab(self):
-        return {name: number for number, name in enumerate(self.names)}
-
-    def _tokenize(self, text, **kwargs):
-        return list(text)
-
-    def _convert_token_to_id(self, token):
-        return self.names.index(token)
-
-    def _convert_id_to_token(self, index):
-        return self.names[index]
-
-    def convert_tokens_to_string(self, tokens):
-        return "".join(tokens)
-
-
 def test_rows_that_another_version_has_encoded_are_not_taken_from_the_cache(tokenizer, monkeypatch):
     """`datasets` sees what an encoder holds, but not its code."""
     hashes = [Hasher.hash(RowEncoder(tokenizer, "messages")) for _ in range(2)]
@@ -255,14 +206,14 @@ def test_rows_that_another_version_has_encoded_are_not_taken_from_the_cache(toke
 
 
 def test_slow_tokenizers():
-    tokenizer = Characters()
+    """They do not say where their tokens are."""
+    tokenizer = ByT5Tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role == 'user' %}U{{ m.content }}{% else %}A{% generation %}{{ m.content }}</s>"
         "{% endgeneration %}{% endif %}{% endfor %}{% if add_generation_prompt %}A{% endif %}"
     )
-    row = {"messages": PLAIN}
-    encoder = RowEncoder(tokenizer, "messages", assistant_only_loss=True)
-    assert encoder.is_marked and learned(tokenizer, encoder(row)) == ["Yes.</s>", "Bye.</s>"]
+    encoder = answers_of(tokenizer)
+    assert encoder.is_marked and learned(tokenizer, encoder({"messages": PLAIN})) == ["Yes.</s>", "Bye.</s>"]
 
 
 def test_templates_of_processors():
@@ -272,17 +223,11 @@ def test_templates_of_processors():
         "{% endfor %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     tokenizer = byte_tokenizer(template)
-    encoder = RowEncoder(tokenizer, "messages", assistant_only_loss=True)
-    assert learned(tokenizer, encoder({"messages": PLAIN})) == ["Yes.", "Bye."]
+    assert learned(tokenizer, answers_of(tokenizer)({"messages": PLAIN})) == ["Yes.", "Bye."]
     assert tokenizer.decode(PromptEncoder(tokenizer).chat(PLAIN[:1])) == "<|user|>Is it raining?<|assistant|>"
 
 
-SPECIAL = {
-    "nothing": None,
-    "BOS": "<s> $A",
-    "EOS": "$A </s>",
-    "both": "<s> $A </s>",
-}
+SPECIAL = {"nothing": None, "BOS": "<s> $A", "EOS": "$A </s>", "both": "<s> $A </s>"}
 
 
 @pytest.mark.parametrize("puts", SPECIAL)
@@ -314,11 +259,7 @@ def test_what_a_template_leaves_out_is_refused(assistant_only_loss):
         ("llama3_1", {"messages": [PLAIN[0], assistant("Yes.", tool_calls=[])]}, None),
         ("gptoss", {"messages": [PLAIN[0], assistant("Yes.", reasoning_content="", tool_calls=[])]}, None),
         ("gptoss", {"messages": [PLAIN[0], assistant("", tool_calls=[CALL, CALL])]}, "tool calls after a message's"),
-        (
-            "gptoss",
-            {"messages": [PLAIN[0], assistant("Both.", tool_calls=[CALL, CALL])]},
-            "tool calls after a message's",
-        ),
+        ("gptoss", {"messages": [PLAIN[0], assistant("Both.", tool_calls=[CALL, CALL])]}, "tool calls after a mess"),
         ("qwen3", {"messages": [PLAIN[0], assistant("Both.", tool_calls=[CALL, CALL])]}, None),
         *(
             (name, {"messages": [PLAIN[0], beside, *CALLS[2:]]}, what)
@@ -363,7 +304,7 @@ def test_reasoning_that_a_template_takes_only_in_contents():
     """As TRL's version of DeepSeek-R1's. Regeneration has them apart, and the original leaves both out."""
     tokenizer, apart = byte_tokenizer(TEMPLATES["deepseek_r1_distill"]), assistant("Yes.", reasoning_content="It is.")
     within = assistant("<think>\nIt is.\n</think>\n\nYes.")
-    encoder = RowEncoder(tokenizer, "messages", assistant_only_loss=True)
+    encoder = answers_of(tokenizer)
     assert encoder({"messages": [PLAIN[0], apart]}) == encoder({"messages": [PLAIN[0], within]})
     with pytest.raises(RowError, match="it leaves out the assistant's reasoning"):
         RowEncoder(tokenizer, "messages")({"messages": [PLAIN[0], apart]})
@@ -413,24 +354,13 @@ def test_templates_that_take_arguments_as_text():
 
 def test_what_cannot_be_encoded():
     tokenizer = byte_tokenizer("{% if messages | length > 2 %}{{ raise_exception('never') }}{% endif %}abc")
-    encoder = partial(RowEncoder, tokenizer)
+    encoder, answers = partial(RowEncoder, tokenizer), answers_of(tokenizer)
+    of_another = "ends at 4. It is 'a', of the tokenizer's 258 tokens. Pass the target's own tokenizer"
     for encode, row, told in (
         (encoder("messages"), {"messages": PLAIN}, "the chat template refuses it: never"),
-        (
-            encoder("messages", assistant_only_loss=True),
-            {"messages": PLAIN[:1]},
-            r"no message with the role 'assistant', only \['user'\]",
-        ),
-        (
-            encoder("messages", assistant_only_loss=True),
-            {"messages": PLAIN[1:2]},
-            "no assistant turn in it answers anyone",
-        ),
-        (
-            encoder("text", vocab_size=5),
-            {"text": "abc"},
-            "ends at 4. It is 'a', of the tokenizer's 258 tokens. Pass the target's own tokenizer",
-        ),
+        (answers, {"messages": PLAIN[:1]}, r"no message with the role 'assistant', only \['user'\]"),
+        (answers, {"messages": PLAIN[1:2]}, "no assistant turn in it answers anyone"),
+        (encoder("text", vocab_size=5), {"text": "abc"}, of_another),
         (encoder("input_ids", vocab_size=5), {"input_ids": [7, 8, 9]}, "ends at 4. Tokenize it for this target"),
         (encoder("text", formatting_func=lambda row: [row["text"]]), {"text": "a"}, "returned list, but gets one row"),
     ):
@@ -454,7 +384,7 @@ def test_a_few_conversations_may_have_no_answer(tokenizer, caplog):
     said, asked = [user("a"), assistant("b")], [user("a")]
     rows = Dataset.from_list([{"messages": each} for each in [said] * 57 + [[], asked, [assistant("hello")]]])
     refused = [user("a"), {"role": "assistant", "content": None, "refusal": "No."}]  # as in logs of OpenAI's
-    encoder = RowEncoder(tokenizer, "messages", assistant_only_loss=True)
+    encoder = answers_of(tokenizer)
     with caplog.at_level(logging.WARNING):
         assert len(encode_rows(rows, encoder, "train")) == 58  # the template has markers, which a greeting has, too
     told = "2 of 60 rows of the train data cannot be learned from and are dropped (the first are [57, 58]). Row 57: 'messages' is"
@@ -491,16 +421,16 @@ def test_a_template_may_refuse_a_few_conversations(caplog):
 
 
 def test_empty_answers_teach_nothing(tokenizer):
-    answers = RowEncoder(tokenizer, "messages", assistant_only_loss=True)
+    answers = answers_of(tokenizer)
     for content in ("", " \n"):
         with pytest.raises(UnusableRow, match="its answers are empty"):
             answers({"messages": [user("a"), assistant(content)]})
     row = {"messages": [user("a"), assistant(""), user("b"), assistant("c")]}
     assert learned(tokenizer, answers(row)) == ["c</s>"]
-    unmarked = byte_tokenizer(UNMARKED["Zephyr"][0])
-    without_markers = RowEncoder(unmarked, "messages", assistant_only_loss=True)
-    assert not without_markers.is_marked and learned(unmarked, without_markers(row)) == ["c</s>\n"]
-    takes_calls = RowEncoder(byte_tokenizer(TEMPLATES["qwen3"]), "messages", assistant_only_loss=True)
+    zephyr = byte_tokenizer(UNMARKED["Zephyr"][0])
+    without_markers = answers_of(zephyr)
+    assert not without_markers.is_marked and learned(zephyr, without_markers(row)) == ["c</s>\n"]
+    takes_calls = answers_of(byte_tokenizer(TEMPLATES["qwen3"]))
     assert takes_calls({"messages": [user("a"), assistant("", tool_calls=[CALL])]})["input_ids"]
     for prompt, completion in (("a", ""), ([user("a")], [assistant("")])):
         with pytest.raises(UnusableRow, match="its completion is empty"):
@@ -522,13 +452,17 @@ LOSS_MARKS = ("train", "training", "trainable", "train_on_turn", "loss_mask", "l
 
 
 @pytest.mark.parametrize(
-    "key, value",
-    [("weight", 0), ("weight", 0.0), ("masked", True), *((key, False) for key in LOSS_MARKS)],
+    "key, value, template",
+    [
+        ("weight", 0, "marked"),
+        ("weight", 0.0, "unmarked"),
+        ("masked", True, "marked"),
+        *((key, False, template) for key, template in each_once(LOSS_MARKS, ["unmarked", "marked"])),
+    ],
 )
-@pytest.mark.parametrize("template", ["marked", "unmarked"])
 def test_turns_that_are_not_to_be_learned(template, key, value):
     tokenizer = byte_tokenizer(TEMPLATES["qwen2_5_training"] if template == "marked" else UNMARKED["Zephyr"][0])
-    encoder = RowEncoder(tokenizer, "messages", assistant_only_loss=True)
+    encoder = answers_of(tokenizer)
     assert encoder.is_marked == (template == "marked")
     first, second = learned(tokenizer, encoder({"messages": PLAIN}))
     for other in (None, not value):
@@ -550,7 +484,7 @@ def test_turns_that_are_not_to_be_learned(template, key, value):
 
 def test_turns_that_are_not_marked_one_by_one():
     template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
-    encoder = RowEncoder(byte_tokenizer(template), "messages", assistant_only_loss=True)
+    encoder = answers_of(byte_tokenizer(template))
     with pytest.raises(RowError, match="marks 2 of its 1 assistant turns, so those that are not to be"):
         encoder({"messages": [PLAIN[0], {**PLAIN[1], "weight": 0}]})
 

@@ -26,15 +26,20 @@ from hf_eagle3.data.server import regenerate_by_server
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+FEW = {"max_new_tokens": 2, "do_sample": False}
+
+
+def regenerate(folder, target, tokenizer, rows, batch_size=1, images=None, **settings):
+    """Writes a target's answers to rows, and returns what was written, and the output."""
+    output = Output(folder, {})
+    pending, kwargs = output.pending(rows), {} if images is None else {"images": images}
+    regenerate_locally(target, copy.deepcopy(tokenizer), pending, output, batch_size=batch_size, **kwargs, **settings)
+    return (read_answers(folder) if output.done else {}), output
 
 
 def test_what_a_row_says_goes_into_prompt_request_and_new_row(tmp_path, tokenizer):
-    row = {
-        "messages": [user("a")],
-        "system": "s",
-        "tools": [TOOL],
-        "chat_template_kwargs": {"think": 1, "other": None},
-    }
+    row = {"messages": [user("a")], "system": "s", "tools": [TOOL]}
+    row["chat_template_kwargs"] = {"think": 1, "other": None}
     messages = [{"role": "system", "content": "s"}, user("a"), assistant("yes")]
     template_kwargs = {"think": 0, "style": "brief"}
     output = Output(tmp_path / "server", {})
@@ -58,7 +63,7 @@ def test_what_a_row_says_goes_into_prompt_request_and_new_row(tmp_path, tokenize
 
 
 def test_rows_that_a_target_cannot_answer_are_left_out(tmp_path, tokenizer):
-    tokenizer, output = copy.deepcopy(tokenizer), Output(tmp_path, {})
+    tokenizer = copy.deepcopy(tokenizer)
     tokenizer.pad_token = tokenizer.eos_token = None
     refusing = "{% if messages[0]['content'] == 'no' %}{{ raise_exception('never') }}{% endif %}"
     without_system = "{% set messages = messages | rejectattr('role', 'equalto', 'system') | list %}"
@@ -66,9 +71,8 @@ def test_rows_that_a_target_cannot_answer_are_left_out(tmp_path, tokenizer):
     target = make_gpt2(num_positions=16)
     rows = [{"messages": [user(text)]} for text in ("ab", "no", "abcdefghijklm", "c")]
     rows.append({"messages": [{"role": "system", "content": "s"}, user("a")]})
-    settings = {"batch_size": 2, "max_new_tokens": 4, "do_sample": False}
-    regenerate_locally(target, tokenizer, output.pending(rows), output, **settings)
-    assert sorted(read_answers(tmp_path)) == [0, 3]
+    written, output = regenerate(tmp_path, target, tokenizer, rows, 2, max_new_tokens=4, do_sample=False)
+    assert sorted(written) == [0, 3]
     assert "the chat template refuses it: never" in output.left_out[1]
     assert "more than the target's table of 16 positions" in output.left_out[2]
     assert "the chat template refuses it: it leaves out messages of 'system'" in output.left_out[4]
@@ -76,23 +80,18 @@ def test_rows_that_a_target_cannot_answer_are_left_out(tmp_path, tokenizer):
 
 def test_a_tokenizer_of_another_target(tmp_path, tokenizer):
     """Whose tokens would be looked up beyond the end of the embedding."""
-    output, target = Output(tmp_path, {}), make_target("llama", vocab_size=30)
-    rows = [{"prompt": text} for text in ("abc", "aaa")]
-    settings = {"batch_size": 2, "max_new_tokens": 2, "do_sample": False}
-    regenerate_locally(target, copy.deepcopy(tokenizer), output.pending([*rows, {"prompt": "9"}]), output, **settings)
-    assert sorted(read_answers(tmp_path)) == [0, 1]
-    assert (
-        "token 38, but the target's vocabulary ends at 29. It is '9', of the tokenizer's 96 tokens"
-        in output.left_out[2]
-    )
+    rows = [{"prompt": text} for text in ("abc", "aaa", "9")]
+    written, output = regenerate(tmp_path, make_target("llama", vocab_size=30), tokenizer, rows, 2, **FEW)
+    told = "token 38, but the target's vocabulary ends at 29. It is '9', of the tokenizer's 96 tokens"
+    assert sorted(written) == [0, 1] and told in output.left_out[2]
 
 
 def test_answers_that_are_missing_are_asked_for(tmp_path, tokenizer):
-    """The old ones are not read."""
-    output, target = Output(tmp_path, {}), make_target("llama")
+    """The old ones are not read. The target may return dictionaries."""
+    target = make_target("llama")
+    target.generation_config.return_dict_in_generate = True
     rows = [{"messages": [user("ab"), {"role": "assistant", "content": None}]}]
-    regenerate_locally(target, copy.deepcopy(tokenizer), output.pending(rows), output, batch_size=1, max_new_tokens=2)
-    assert sorted(read_answers(tmp_path)) == [0]
+    assert sorted(regenerate(tmp_path, target, tokenizer, rows, **FEW)[0]) == [0]
 
 
 def test_answers_of_a_target_are_what_it_generates(tmp_path, tokenizer):
@@ -100,10 +99,8 @@ def test_answers_of_a_target_are_what_it_generates(tmp_path, tokenizer):
     target.generation_config.eos_token_id = [1, 2, *range(50, 60)]  # so that some answers end
     rows = [{"messages": [user("abc" * i), assistant("old"), user("de"), assistant("old")]} for i in range(1, 8)]
     rows.append({"prompt": [user("abc")], "completion": [assistant("old")]})
-    output = Output(tmp_path, {})
     settings = {"max_new_tokens": 6, "do_sample": False}
-    regenerate_locally(target, copy.deepcopy(tokenizer), output.pending(rows), output, batch_size=3, **settings)
-    written = read_answers(tmp_path)
+    written, _ = regenerate(tmp_path, target, tokenizer, rows, 3, **settings)
     assert sorted(written) == list(range(8))
     reasons = []
     for row, content in written.items():
@@ -120,13 +117,6 @@ def test_answers_of_a_target_are_what_it_generates(tmp_path, tokenizer):
     assert set(reasons) == {"stop", "length"}
 
 
-def test_a_target_that_returns_dictionaries(tmp_path, tokenizer):
-    target, output = make_target("llama"), Output(tmp_path, {})
-    target.generation_config.return_dict_in_generate = True
-    regenerate_locally(target, tokenizer, output.pending([{"prompt": "a"}]), output, batch_size=1, max_new_tokens=2)
-    assert list(read_answers(tmp_path)) == [0]
-
-
 def test_prompts_of_similar_length_are_answered_together(tmp_path, tokenizer, monkeypatch):
     target, shapes = make_target("llama"), []
     generate = target.generate
@@ -137,31 +127,17 @@ def test_prompts_of_similar_length_are_answered_together(tmp_path, tokenizer, mo
 
     monkeypatch.setattr(target, "generate", recorded)
     rows = [{"prompt": "a" * (3 if i % 2 else 40)} for i in range(8)]
-    output = Output(tmp_path, {})
-    regenerate_locally(
-        target, tokenizer, output.pending(rows), output, batch_size=4, max_new_tokens=2, do_sample=False
-    )
-    assert sorted(read_answers(tmp_path)) == list(range(8))
+    assert sorted(regenerate(tmp_path, target, tokenizer, rows, 4, **FEW)[0]) == list(range(8))
     assert len(shapes) == 2
     assert all(lengths == [width] * 4 for width, lengths in shapes), "a batch is padded"
 
 
 def test_texts_are_continued(tmp_path, tokenizer):
-    target = make_target("llama")
-    output = Output(tmp_path, {})
-    rows = [{"prompt": "abc", "completion": "old"}]
-    regenerate_locally(
-        target,
-        copy.deepcopy(tokenizer),
-        output.pending(rows),
-        output,
-        batch_size=2,
-        max_new_tokens=5,
-        do_sample=False,
-    )
+    target, settings = make_target("llama"), {"max_new_tokens": 5, "do_sample": False}
+    written, _ = regenerate(tmp_path, target, tokenizer, [{"prompt": "abc", "completion": "old"}], 2, **settings)
     prompt = tokenizer("abc", return_tensors="pt")["input_ids"]
-    expected = tokenizer.decode(target.generate(prompt, max_new_tokens=5, do_sample=False)[0, 3:])
-    assert (read_answers(tmp_path)[0]["prompt"], read_answers(tmp_path)[0]["completion"]) == ("abc", expected)
+    expected = tokenizer.decode(target.generate(prompt, **settings)[0, 3:])
+    assert (written[0]["prompt"], written[0]["completion"]) == ("abc", expected)
 
 
 def test_special_tokens_of_a_batch_of_texts_and_chats(tmp_path, tokenizer):
@@ -175,10 +151,7 @@ def test_special_tokens_of_a_batch_of_texts_and_chats(tmp_path, tokenizer):
         return generate(input_ids, attention_mask=attention_mask, **settings)
 
     target.generate = watched
-    rows = [{"messages": [user("a")]}, {"prompt": "abc"}]
-    settings = {"batch_size": 2, "max_new_tokens": 3, "do_sample": False}
-    output = Output(tmp_path, {})
-    regenerate_locally(target, tokenizer, output.pending(rows), output, **settings)
+    regenerate(tmp_path, target, tokenizer, [{"messages": [user("a")]}, {"prompt": "abc"}], 2, **FEW)
     chat = tokenizer.apply_chat_template([user("a")], add_generation_prompt=True, return_dict=True)["input_ids"]
     assert sorted(prompts) == sorted([chat, [1, *tokenizer("abc", add_special_tokens=False)["input_ids"]]])
 

@@ -15,27 +15,14 @@ from hf_eagle3.hub.card import is_edited, is_hub_id
 
 
 EXPECTED = Path(__file__).with_name("expected_card.md")
-ENVIRONMENT = {
-    "hf_eagle3": "0.1.0",
-    "transformers": "5.23.0",
-    "torch": "2.13.0",
-    "python": "3.11.7",
-    "machine": "a machine, 2 cores",
-    "threads": 2,
-}
+ENVIRONMENT = {"hf_eagle3": "0.1.0", "transformers": "5.23.0", "torch": "2.13.0", "python": "3.11.7"}
+ENVIRONMENT |= {"machine": "a machine, 2 cores", "threads": 2}
 TRAINING = {
-    "draft_weights": None,
-    "datasets": ["me/chats"],
+    **{"draft_weights": None, "datasets": ["me/chats"], "steps": 1200, "epochs": 1.5, "sequences_per_step": 64},
+    **{"seconds": 5400.0, "num_processes": 8, "environment": ENVIRONMENT, "has_chat_template": True},
     "command": "accelerate launch recipes/train.py --config training.yaml",
     "arguments": {"model_name_or_path": "big/Model-8B", "learning_rate": 0.001},
-    "steps": 1200,
-    "epochs": 1.5,
-    "sequences_per_step": 64,
-    "seconds": 5400.0,
-    "num_processes": 8,
-    "environment": ENVIRONMENT,
     "evaluation": {"acceptance_length": 3.456, "accuracy_0": 0.7, "num_prompts": 16},
-    "has_chat_template": True,
 }
 
 
@@ -49,31 +36,19 @@ def measurement(method, temperature, repeat, speedup, accepted=(), **changes):
 
 
 EVENLY = {"1": 1, "2": 1, "3": 1, "4": 1}
+OF_DRAFT = [
+    measurement("eagle3", temperature, repeat, speedup, {"1": 1, "2": 1} if temperature else EVENLY)
+    for temperature, repeat, speedup in ((0.0, 0, 2.0), (0.0, 1, 2.5), (1.0, 0, 1.2), (1.0, 1, 1.26))
+]
+RUN = {"arguments": {"max_new_tokens": 128, "repeats": 2}, "environment": {**ENVIRONMENT, "dtype": "bfloat16"}}
+RUN |= {"draft_weights": None, "tree": {"tree_policy": "auto"}}
 BENCHMARK = BenchmarkResults(
-    {
-        "draft_weights": None,
-        "arguments": {"max_new_tokens": 128, "repeats": 2},
-        "environment": {**ENVIRONMENT, "dtype": "bfloat16"},
-        "tree": {"tree_policy": "auto"},
-    },
-    [
-        measurement("plain", 0.0, 0, 1.0),
-        measurement("eagle3", 0.0, 0, 2.0, EVENLY),
-        measurement("plain", 0.0, 1, 1.0),
-        measurement("eagle3", 0.0, 1, 2.5, EVENLY),
-        measurement("plain", 1.0, 0, 1.0),
-        measurement("eagle3", 1.0, 0, 1.2, {"1": 1, "2": 1}),
-        measurement("plain", 1.0, 1, 1.0),
-        measurement("eagle3", 1.0, 1, 1.26, {"1": 1, "2": 1}),
-    ],
+    RUN, [m for d in OF_DRAFT for m in (measurement("plain", d["temperature"], d["repeat"], 1.0), d)]
 )
 
 
 def card_with(draft, measurements, run=BENCHMARK.run):
     return render_card("me/draft", draft, benchmark=BenchmarkResults(run, measurements))
-
-
-OF_DRAFT = [each for each in BENCHMARK.measurements if each["method"] == "eagle3"]
 
 
 @pytest.fixture

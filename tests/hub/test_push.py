@@ -236,11 +236,13 @@ def test_records_beside_a_draft_are_its_own(hub, draft, tmp_path, caplog):
     benchmark_of(draft).write(tmp_path / "draft" / "benchmark.jsonl")
     Eagle3ForSpeculation.from_pretrained(tmp_path / "draft").push_to_hub(REPO)
     assert "benchmark.jsonl" in files_of(hub)
-    # Copied to another draft's folder.
+    # Copied to another draft's folder, and of another program.
     stale = benchmark_of(make_draft(make_target("qwen3"), [make_prompt(5)]))
     stale.write(tmp_path / "draft" / "benchmark.jsonl")
+    (tmp_path / "draft" / "training.json").write_text('{"loss": 2.5}')
     Eagle3ForSpeculation.from_pretrained(tmp_path / "draft").push_to_hub(REPO)
-    assert "benchmark.jsonl" not in files_of(hub)
+    assert not {"benchmark.jsonl", "training.json"} & files_of(hub).keys()
+    assert "is about other weights than this draft's" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -255,16 +257,15 @@ def test_records_beside_a_draft_are_its_own(hub, draft, tmp_path, caplog):
 def test_a_broken_record_is_named(hub, draft, tmp_path, name, content):
     draft.save_pretrained(tmp_path / "draft")
     (tmp_path / "draft" / name).write_text(content)
-    with pytest.raises(
-        ValueError, match=f"draft/{name} (is not valid JSON|does not hold|holds no results|has measurements)"
-    ):
+    told = f"draft/{name} (is not valid JSON|does not hold|holds no results|has measurements)"
+    with pytest.raises(ValueError, match=told):
         Eagle3ForSpeculation.from_pretrained(tmp_path / "draft").push_to_hub(REPO)
 
 
 def make_trainer(tmp_path, tokenizer, model=None, peft_config=None, target_name="big/Model-8B", **settings):
     target = make_target("llama")
     target.config._name_or_path = target_name
-    settings = {"max_steps": 2, "per_device_train_batch_size": 8, **settings}
+    settings = {"max_steps": 2, "ttt_steps": 1, "per_device_train_batch_size": 8, **settings}
     settings |= {"push_to_hub": True, "hub_token": "hf_secret", "peft_config": peft_config}
     return trainers.make_trainer(tmp_path / "run", tokenizer, model, target=target, **settings)
 
@@ -483,12 +484,20 @@ def test_drafts_of_other_methods_leave_repos_of_other_models_alone(hub, repo):
     assert len(hub.repos["me/target"]["main"]) == 1
 
 
-@pytest.mark.parametrize("method", ["medusa", "dflash"])
-def test_drafts_of_other_methods_keep_paths_of_this_machine_to_themselves(hub, tmp_path, method):
-    draft = make_baseline(method, make_target("llama"))
-    (tmp_path / "secret-folder" / "target").mkdir(parents=True)
-    draft.config.speculators_config["verifier"]["name_or_path"] = str(tmp_path / "secret-folder" / "target")
-    draft.push_to_hub(REPO)
+@pytest.mark.parametrize("method", ["eagle3", "medusa", "dflash"])
+def test_paths_of_this_machine_stay_here(hub, draft, tmp_path, method):
+    folder = tmp_path / "secret-folder" / "target"
+    folder.mkdir(parents=True)
+    if method != "eagle3":
+        draft = make_baseline(method, make_target("llama"))
+    draft.config.speculators_config["verifier"]["name_or_path"] = str(folder)
+    if method == "eagle3":
+        benchmark = benchmark_of(draft)
+        benchmark.run["arguments"]["target"] = str(folder)
+        push_draft(draft, REPO, benchmark=benchmark)
+        assert b'"target": "target"' in files_of(hub)["benchmark.jsonl"] and card_of(hub).data.base_model is None
+    else:
+        draft.push_to_hub(REPO)
     assert not any(b"secret-folder" in content for content in files_of(hub).values())
     assert b'"target"' in files_of(hub)["config.json"] and "secret-folder" in draft.config.verifier
 
@@ -502,30 +511,12 @@ def test_saving_does_not_push(hub, draft, tmp_path, method):
     assert len(hub.repos["me/target"]["main"]) == 1 and not (tmp_path / "target").exists()
 
 
-def test_paths_of_this_machine_stay_here(hub, draft, tmp_path):
-    (tmp_path / "secret-folder" / "target").mkdir(parents=True)
-    draft.config.speculators_config["verifier"]["name_or_path"] = str(tmp_path / "secret-folder" / "target")
-    benchmark = benchmark_of(draft)
-    benchmark.run["arguments"]["target"] = str(tmp_path / "secret-folder" / "target")
-    push_draft(draft, REPO, benchmark=benchmark)
-    assert not any(b"secret-folder" in content for content in files_of(hub).values())
-    assert b'"target": "target"' in files_of(hub)["benchmark.jsonl"]
-    assert card_of(hub).data.base_model is None and "secret-folder" in draft.config.verifier
-
-
 @pytest.mark.parametrize("name", ["outputs/target", "runs/outputs/target", r"outputs\target"])
 def test_a_target_in_a_folder_that_is_gone(hub, draft, name):
     draft.config.speculators_config["verifier"]["name_or_path"] = name
     with pytest.raises(ValueError, match=f"target is {re.escape(repr(name))}, .* Push with .*--target OWNER/NAME"):
         draft.push_to_hub(REPO)
     assert REPO not in hub.repos
-
-
-def test_a_record_of_another_program_is_left_out(hub, draft, tmp_path, caplog):
-    draft.save_pretrained(tmp_path / "draft")
-    (tmp_path / "draft" / "training.json").write_text('{"loss": 2.5}')
-    Eagle3ForSpeculation.from_pretrained(tmp_path / "draft").push_to_hub(REPO)
-    assert "training.json" not in files_of(hub) and "is about other weights than this draft's" in caplog.text
 
 
 def test_push_recipe(hub, draft, tmp_path, run_recipe, caplog):

@@ -2,28 +2,23 @@
 
 import importlib.metadata
 
-import huggingface_hub.constants
 import pytest
 from conftest import RECIPES
 from huggingface_hub import SpaceCard
-from loopback_hub import serve_hub
 
 
 @pytest.fixture
-def hub(monkeypatch):
-    with serve_hub() as hub:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setenv("HF_TOKEN", "hf_test")
-        version = importlib.metadata.version
-        monkeypatch.setattr(
-            importlib.metadata, "version", lambda package: "6.1.2" if package == "gradio" else version(package)
-        )
-        hub.repos |= {"org/target": {"main": [{}]}, "me/draft": {"main": [{}]}}
-        yield hub
+def space_hub(hub, monkeypatch):
+    """A Hub with a target and a draft, for a page of some version of gradio."""
+    version = importlib.metadata.version
+    known = {"gradio": "6.1.2"}
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: known.get(package) or version(package))
+    hub.repos |= {"org/target": {"main": [{}]}, "me/draft": {"main": [{}]}}
+    return hub
 
 
-def test_a_space(hub, run_recipe):
+def test_a_space(space_hub, run_recipe):
+    hub = space_hub
     arguments = ("--target", "org/target", "--draft", "me/draft", "--push_to", "me/page")
     result = run_recipe("demo.py", *arguments, "--private")
     assert result.returncode == 0 and f"{hub.url}/spaces/me/page/commit/" in result.stdout
@@ -55,7 +50,8 @@ def test_a_space(hub, run_recipe):
     assert result.returncode == 0 and expected in commits[-1]["app.py"]
 
 
-def test_another_page_stays(hub, run_recipe):
+def test_another_page_stays(space_hub, run_recipe):
+    hub = space_hub
     files = {"README.md": b"---\nsdk: docker\n---\n", "Dockerfile": b"FROM python"}
     hub.repos["spaces/me/page"] = {"main": [files]}
     result = run_recipe("demo.py", "--target", "org/target", "--draft", "me/draft", "--push_to", "me/page")
@@ -63,8 +59,8 @@ def test_another_page_stays(hub, run_recipe):
     assert hub.repos["spaces/me/page"] == {"main": [files]}
 
 
-def test_models_must_be_on_the_hub(hub, tmp_path, run_recipe):
+def test_models_must_be_on_the_hub(space_hub, tmp_path, run_recipe):
     for draft, message in ((tmp_path, "is no id of the Hub"), ("me/other", "me/other not found")):
         result = run_recipe("demo.py", "--target", "org/target", "--draft", draft, "--push_to", "me/page")
         assert result.returncode == 1 and message in result.stderr
-    assert not any(repo.startswith("spaces/") for repo in hub.repos)
+    assert not any(repo.startswith("spaces/") for repo in space_hub.repos)
