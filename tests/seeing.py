@@ -17,6 +17,9 @@ NUM_PIECES = 4
 VISION = {"hidden_size": 16, "intermediate_size": 32}
 TEXT = {**BASE, "initializer_range": 0.3}
 SLIDING = {**ALTERNATING, "sliding_window": WINDOW}
+ROPE_OF_QWEN = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}}
+TOKENS_OF_QWEN = {"image_token_id": IMAGE, "video_token_id": VIDEO}
+TOKENS_OF_QWEN |= {"vision_start_token_id": VIDEO - 1, "vision_end_token_id": VIDEO - 2}
 
 
 def gemma3():
@@ -27,24 +30,15 @@ def gemma3():
         mm_tokens_per_image=NUM_PIECES,
         image_token_index=IMAGE,
     )
-    return (
-        transformers.Gemma3ForConditionalGeneration(config),
-        {"pixel_values": torch.rand(1, 3, 16, 16)},
-        "token_type_ids",
-    )
+    target = transformers.Gemma3ForConditionalGeneration(config)
+    return target, {"pixel_values": torch.rand(1, 3, 16, 16)}, "token_type_ids"
 
 
 def gemma4():
     vision = {**VISION, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    text = {**TEXT, **SLIDING, "global_head_dim": 8, "use_bidirectional_attention": "vision"}
     config = transformers.Gemma4Config(
-        text_config={
-            **TEXT,
-            **SLIDING,
-            "global_head_dim": 8,
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": VOCAB_SIZE,
-            "use_bidirectional_attention": "vision",
-        },
+        text_config={**text, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB_SIZE},
         vision_config={**vision, "pooling_kernel_size": 2, "patch_size": 4, "position_embedding_size": 32},
         image_token_id=IMAGE,
         video_token_id=VIDEO,
@@ -57,38 +51,19 @@ def gemma4():
 
 def llama4():
     vision = {**VISION, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
-    config = transformers.Llama4Config(
-        text_config={
-            **TEXT,
-            "intermediate_size_mlp": 64,
-            "num_local_experts": 2,
-            "attention_chunk_size": 16,
-            "no_rope_layers": [1, 1, 1, 0],
-        },
-        vision_config={
-            **vision,
-            "vision_output_dim": 32,
-            "projector_input_dim": 32,
-            "projector_output_dim": 32,
-            "intermediate_size": 64,
-        },
-        image_token_index=IMAGE,
-    )
+    text = {**TEXT, "intermediate_size_mlp": 64, "num_local_experts": 2, "attention_chunk_size": 16}
+    vision |= {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32, "intermediate_size": 64}
+    text["no_rope_layers"] = [1, 1, 1, 0]
+    config = transformers.Llama4Config(text_config=text, vision_config=vision, image_token_index=IMAGE)
     return transformers.Llama4ForConditionalGeneration(config), {"pixel_values": torch.rand(1, 3, 16, 16)}, None
 
 
 def qwen3_vl():
     vision = {**VISION, "depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "out_hidden_size": 32}
     config = transformers.Qwen3VLConfig(
-        text_config={
-            **TEXT,
-            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4},
-        },
+        text_config={**TEXT, **ROPE_OF_QWEN},
         vision_config={**vision, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        vision_start_token_id=VIDEO - 1,
-        vision_end_token_id=VIDEO - 2,
+        **TOKENS_OF_QWEN,
     )
     image = {"pixel_values": torch.rand(16, 3 * 2 * 4 * 4), "image_grid_thw": torch.tensor([[1, 4, 4]])}
     return transformers.Qwen3VLForConditionalGeneration(config), image, "mm_token_type_ids"
@@ -97,16 +72,9 @@ def qwen3_vl():
 def qwen3_5():
     vision = {**VISION, "depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "out_hidden_size": 32}
     config = transformers.Qwen3_5Config(
-        text_config={
-            **TEXT,
-            **DELTA_RULE,
-            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4},
-        },
+        text_config={**TEXT, **DELTA_RULE, **ROPE_OF_QWEN},
         vision_config={**vision, "num_position_embeddings": 16},
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        vision_start_token_id=VIDEO - 1,
-        vision_end_token_id=VIDEO - 2,
+        **TOKENS_OF_QWEN,
     )
     image = {"pixel_values": torch.rand(16, 3 * 2 * 4 * 4), "image_grid_thw": torch.tensor([[1, 4, 4]])}
     return transformers.Qwen3_5ForConditionalGeneration(config), image, "mm_token_type_ids"
@@ -128,15 +96,9 @@ def qwen2_vl(
 ):
     vision = vision or {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
     config = config_class(
-        text_config={
-            **TEXT,
-            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4},
-        },
+        text_config={**TEXT, **ROPE_OF_QWEN},
         vision_config={**vision, "depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2},
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        vision_start_token_id=VIDEO - 1,
-        vision_end_token_id=VIDEO - 2,
+        **TOKENS_OF_QWEN,
     )
     image = {"pixel_values": torch.rand(16, 3 * 2 * 4 * 4), "image_grid_thw": torch.tensor([[1, 4, 4]])}
     return model_class(config), image, "mm_token_type_ids"
@@ -180,23 +142,15 @@ def paligemma():
         projection_dim=32,
         hidden_size=32,
     )
-    return (
-        transformers.PaliGemmaForConditionalGeneration(config),
-        {"pixel_values": torch.rand(1, 3, 16, 16)},
-        "token_type_ids",
-    )
+    target = transformers.PaliGemmaForConditionalGeneration(config)
+    return target, {"pixel_values": torch.rand(1, 3, 16, 16)}, "token_type_ids"
 
 
 def mllama():
     """It attends to images in layers of its own, for which there are no drafts."""
     text = {**TEXT, "cross_attention_layers": [1], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    vision = {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_global_layers": 1,
-        "attention_heads": 2,
-        "image_size": 16,
-    }
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_global_layers": 1, "attention_heads": 2}
+    vision["image_size"] = 16
     vision |= {"patch_size": 4, "intermediate_layers_indices": [0], "vision_output_dim": 32, "max_num_tiles": 4}
     return transformers.MllamaForConditionalGeneration(
         transformers.MllamaConfig(text_config=text, vision_config=vision)

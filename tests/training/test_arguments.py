@@ -210,6 +210,8 @@ def test_wrong_arguments(tmp_path, tokenizer):
     without_template.chat_template = None
     chats = Dataset.from_dict({"messages": [[user("a"), assistant("b")]]})
     ours = {"model": draft, "target": target}
+    windows = {"layer_types": ["sliding_attention"], "use_sliding_window": True, "sliding_window": 8}
+    windowed = Eagle3ForSpeculation.from_target(target, model_type="qwen3", **windows)
     for kwargs, error, message in (
         ({"model": other, "target": target}, TypeError, "`model` is LlamaForCausalLM"),
         ({"model": target, "target": draft}, TypeError, "`target_model` is Eagle3ForSpeculation"),
@@ -217,6 +219,7 @@ def test_wrong_arguments(tmp_path, tokenizer):
         ({"target": bert}, ValueError, "BertForMaskedLM cannot be an EAGLE-3 target"),
         ({"model": draft, "target": other}, ValueError, "trained for another model"),
         ({"model": draft, "target": larger}, ValueError, "a target with 96 tokens, and this one has 100"),
+        ({**ours, "model": windowed}, ValueError, "Only drafts with full attention can be trained"),
         ({**ours, "draft_vocab_size": 20}, ValueError, "vocabulary of 10"),
         ({**ours, "model_init_kwargs": {"model_type": "qwen3"}}, ValueError, "model_init_kwargs"),
         ({**ours, "draft_form": "classic"}, ValueError, "draft_form"),

@@ -249,7 +249,7 @@ def test_rows_that_processes_repeat_do_not_count(tmp_path, tokenizer, monkeypatc
 def test_predicting_is_evaluating(tmp_path, tokenizer):
     trainer = make_trainer(tmp_path, tokenizer, num_eval_prompts=1, eval_max_new_tokens=4)
     rows = Dataset.from_dict({"text": ["abcdefgh", "ijk"]})
-    expected, output = trainer.evaluate(rows), trainer.predict(rows)
+    expected, output = trainer.evaluate(rows.with_format("torch")), trainer.predict(rows)
     assert output.predictions is None
     for name in ("loss", "accuracy_0", "acceptance_length"):
         assert output.metrics[f"test_{name}"] == expected[f"eval_{name}"]

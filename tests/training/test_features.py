@@ -1,9 +1,6 @@
 import copy
 import json
 import os
-import subprocess
-import sys
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -12,6 +9,7 @@ import trainers
 from accelerate import PartialState
 from conftest import CONVOLUTIONAL, FAMILIES, RECURRENT, assert_same_text, make_prompt, make_target
 from datasets import Dataset
+from filelock import FileLock
 from messages import assistant, user
 from peft import LoraConfig, get_peft_model
 from trainers import losses
@@ -27,11 +25,9 @@ TEXTS = Dataset.from_dict({"text": [f"the {i} of {i * 7}"[: 5 + i] for i in rang
 
 
 def make_trainer(tmp_path, tokenizer, target, dataset=TEXTS, eval_dataset=None, **arguments):
-    arguments = {"max_steps": 4, "learning_rate": 1e-3, "draft_vocab_size": 30, "max_length": 64, **arguments}
-    arguments.setdefault("ttt_steps", 5)
-    return trainers.make_trainer(
-        tmp_path, tokenizer, dataset=dataset, target=target, eval_dataset=eval_dataset, **arguments
-    )
+    short = {"max_steps": 4, "learning_rate": 1e-3, "draft_vocab_size": 30, "max_length": 64, "ttt_steps": 5}
+    data = {"dataset": dataset, "target": target, "eval_dataset": eval_dataset}
+    return trainers.make_trainer(tmp_path, tokenizer, **data, **{**short, **arguments})
 
 
 STATEFUL = [*CONVOLUTIONAL, *RECURRENT]
@@ -256,15 +252,10 @@ def test_a_shard_that_is_cut_off_is_written_again(tmp_path, tokenizer):
         assert torch.equal(trainer.extract_features(folder, rows_per_shard=8)[3], expected)
 
 
-@contextmanager
 def another_run(path):
-    """Another process that has locked a file."""
+    """A lock as another process has it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    run = "from filelock import FileLock; import sys; lock = FileLock(sys.argv[1]); lock.acquire(5); print(1, flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", run, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout.readline()
-        yield
-        other.communicate(b"\n")
+    return FileLock(path)
 
 
 def test_two_runs_do_not_write_into_one_folder(tmp_path, tokenizer):
@@ -296,41 +287,42 @@ def test_no_process_writes_before_all_have_listed_the_missing_shards(tmp_path, t
 
 
 def test_features_of_something_else_are_refused(tmp_path, tokenizer):
-    target = make_target("llama")
+    target, folder, mine = make_target("llama"), tmp_path / "features", tmp_path / "mine"
     trainer = make_trainer(tmp_path, tokenizer, target)
-    store = trainer.extract_features(tmp_path / "features")
-    with pytest.raises(ValueError, match="with another fingerprint"):
-        make_trainer(tmp_path, tokenizer, make_target("llama", seed=1), store)
-    with pytest.raises(ValueError, match=r"another aux_layer_ids \(\[1, 2, 3\] there, \[0, 1, 2\] here\)"):
-        layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
-        make_trainer(tmp_path, tokenizer, target, store, model_init_kwargs=layers)
-    other = copy.deepcopy(tokenizer)
+    store, other = trainer.extract_features(folder), copy.deepcopy(tokenizer)
     other.add_tokens(["new"])
-    with pytest.raises(ValueError, match="another tokenizer"):
-        make_trainer(tmp_path, other, target, store)
-    with pytest.raises(ValueError, match="packed when they are extracted"):
-        make_trainer(tmp_path, tokenizer, target, store, packing=True)
-    with pytest.raises(ValueError, match="features of other rows"):
-        make_trainer(tmp_path, tokenizer, target, TEXTS.select(range(8))).extract_features(tmp_path / "features")
+    layers = {"model_init_kwargs": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+    make = partial(make_trainer, tmp_path, tokenizer)
     prepared = trainer.train_dataset
-    trainer.train_dataset = prepared.map(lambda row: {"labels": [-100, *row["labels"][1:]]})
-    with pytest.raises(ValueError, match="features of other rows .* today's date, pass one with the date of the fir"):
-        trainer.extract_features(tmp_path / "features")
-    trainer.train_dataset = prepared
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "diary.txt").write_text("dear diary")
-    with pytest.raises(ValueError, match="not empty"):
-        trainer.extract_features(tmp_path / "mine")
-    with pytest.raises(FileNotFoundError, match="not a folder of features"):
-        FeatureStore(tmp_path / "mine")
-    index = json.loads((tmp_path / "features" / "index.json").read_text())
-    (tmp_path / "features" / "index.json").write_text(json.dumps({**index, "version": 99}))
-    with pytest.raises(ValueError, match="version 99"):
-        FeatureStore(tmp_path / "features")
-    for content, reason in (("{", "index.json is not valid JSON"), ("{}", "has version None of the format")):
-        (tmp_path / "features" / "index.json").write_text(content)
+    masked = prepared.map(lambda row: {"labels": [-100, *row["labels"][1:]]})
+
+    def extract(rows, folder=folder):
+        trainer.train_dataset = rows
+        trainer.extract_features(folder)
+
+    mine.mkdir()
+    (mine / "diary.txt").write_text("dear diary")
+    for use, reason in (
+        (lambda: make(make_target("llama", seed=1), store), "with another fingerprint"),
+        (lambda: make(target, store, **layers), r"another aux_layer_ids \(\[1, 2, 3\] there, \[0, 1, 2\] here\)"),
+        (lambda: make_trainer(tmp_path, other, target, store), "another tokenizer"),
+        (lambda: make(target, store, packing=True), "packed when they are extracted"),
+        (lambda: extract(prepared.select(range(8))), "features of other rows"),
+        (lambda: extract(masked), "features of other rows .* today's date, pass one with the date of the first"),
+        (lambda: extract(prepared, mine), "not empty"),
+        (lambda: FeatureStore(mine), "not a folder of features"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=reason):
+            use()
+    index = json.loads((folder / "index.json").read_text())
+    for content, reason in (
+        (json.dumps({**index, "version": 99}), "version 99"),
+        ("{", "index.json is not valid JSON"),
+        ("{}", "has version None of the format"),
+    ):
+        (folder / "index.json").write_text(content)
         with pytest.raises(ValueError, match=reason):
-            FeatureStore(tmp_path / "features")
+            FeatureStore(folder)
 
 
 def test_features_of_a_base_for_its_fine_tune(tmp_path, tokenizer, caplog):

@@ -112,12 +112,9 @@ def test_unroll_equals_drafting_with_images(tmp_path, family):
         prompt_length = row["image_end"] + 3
         inputs = trainer.data_collator([row])
         del inputs["labels"]
-        prompt = {
-            name.removeprefix(IMAGE_INPUT): value[:, :prompt_length]
-            if value.shape == inputs["input_ids"].shape
-            else value
-            for name, value in inputs.items()
-        }
+        of_tokens = {name for name, value in inputs.items() if value.shape == inputs["input_ids"].shape}
+        cut = {name: value[:, :prompt_length] if name in of_tokens else value for name, value in inputs.items()}
+        prompt = {name.removeprefix(IMAGE_INPUT): value for name, value in cut.items()}
         text, drafted_steps = recorded(draft, target, prompt, 8)
         kinds = {name: text.new_zeros(text.shape) for name in inputs if name.endswith("token_type_ids")}
         for name, value in kinds.items():

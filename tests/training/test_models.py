@@ -18,10 +18,8 @@ from hf_eagle3.training import models
 
 
 def test_names_and_classes_in_place_of_models(tmp_path, tokenizer):
-    args, llama = (
-        Eagle3TrainingArguments(str(tmp_path / "draft"), use_cpu=True, report_to="none"),
-        make_target("llama"),
-    )
+    args = Eagle3TrainingArguments(str(tmp_path / "draft"), use_cpu=True, report_to="none")
+    llama = make_target("llama")
     for model, target, reason in (
         (Eagle3ForSpeculation, llama, "`model` is the class Eagle3ForSpeculation, but must be the draft"),
         ({}, llama, "`model` is dict, but must be the draft, its name, or `None`"),
@@ -194,14 +192,6 @@ def test_the_tokenizer_is_of_the_same_revision(monkeypatch):
     config_kwargs, model_kwargs, tokenizer_kwargs = loaded
     model_kwargs.pop("dtype")
     assert tokenizer_kwargs == config_kwargs == model_kwargs == {"revision": "v2", "trust_remote_code": True}
-
-
-def test_drafts_with_a_window_are_refused(tmp_path, tokenizer):
-    target = make_target("llama")
-    windows = {"layer_types": ["sliding_attention"], "use_sliding_window": True, "sliding_window": 8}
-    draft = Eagle3ForSpeculation.from_target(target, model_type="qwen3", **windows)
-    with pytest.raises(ValueError, match="Only drafts with full attention can be trained"):
-        make_trainer(tmp_path, tokenizer, model=draft, target=target)
 
 
 def test_a_target_that_returns_tuples(tmp_path, tokenizer):
