@@ -14,15 +14,11 @@ from safetensors.torch import save_file
 
 VOCAB_SIZE, DRAFT_VOCAB_SIZE, WIDTH, LENGTH, STEPS = 24, 12, 8, 10, 3
 LAYER = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": WIDTH,
-    "intermediate_size": 12,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 4,
-    "max_position_embeddings": 64,
+    **{"vocab_size": VOCAB_SIZE, "hidden_size": WIDTH, "intermediate_size": 12, "max_position_embeddings": 64},
+    **{"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4},
 }
+WINDOW = {"layer_types": ["sliding_attention"], "use_sliding_window": True, "sliding_window": 4}
+PART_OF_HEAD = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
 # Name: layer type, changes to LAYER, flags of the draft.
 VARIANTS = {
     "classic": ("llama", {}, {}),
@@ -33,17 +29,9 @@ VARIANTS = {
     "qwen3": ("qwen3", {}, {}),
     "two_layers": ("qwen3", {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}, {"norm_output": True}),
     "four_states": ("llama", {}, {"eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4]}),
-    "sliding_window": (
-        "qwen3",
-        {"layer_types": ["sliding_attention"], "use_sliding_window": True, "sliding_window": 4},
-        {},
-    ),
+    "sliding_window": ("qwen3", WINDOW, {}),
     # Of a target that rotates a part of each head. The draft's layers rotate whole ones.
-    "part_of_head": (
-        "llama",
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-        {},
-    ),
+    "part_of_head": ("llama", PART_OF_HEAD, {}),
     "full_vocabulary": ("llama", {}, {"draft_vocab_size": VOCAB_SIZE}),
 }
 

@@ -673,10 +673,8 @@ def test_a_table_that_is_not_the_target_s(tmp_path, target, reference, said, kin
 
 def test_a_head_of_ours_that_is_lost_is_no_target_s(tmp_path, reference):
     reference.save_pretrained(tmp_path)
-    save_file(
-        {name: tensor for name, tensor in reference.state_dict().items() if "head" not in name},
-        tmp_path / "model.safetensors",
-    )
+    tensors = {name: tensor for name, tensor in reference.state_dict().items() if "head" not in name}
+    save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="are not those that were saved"):
         Eagle3ForSpeculation.from_pretrained(tmp_path)
 

@@ -19,13 +19,8 @@ from hf_eagle3.checkpoints import export, load_ends, target_class
 from hf_eagle3.remote_code import configuration_eagle3
 
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+LENGTH = {"original_max_position_embeddings": 64}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **LENGTH}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -53,17 +48,9 @@ def flat(draft, **changes):
     layer = draft.config.transformer_layer_config
     keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
     keys += ("rms_norm_eps", "hidden_act", "max_position_embeddings", "vocab_size")
-    config = {
-        **{key: getattr(layer, key) for key in keys},
-        "draft_vocab_size": draft.config.draft_vocab_size,
-        "model_type": "llama",
-        "rope_theta": layer.rope_parameters["rope_theta"],
-        "bos_token_id": 1,
-        "torch_dtype": "float32",
-        "use_cache": True,
-        "transformers_version": "4.50.0",
-    }
-    return {**config, **changes}
+    config = {**{key: getattr(layer, key) for key in keys}, "rope_theta": layer.rope_parameters["rope_theta"]}
+    config |= {"draft_vocab_size": draft.config.draft_vocab_size, "model_type": "llama", "bos_token_id": 1}
+    return {**config, "torch_dtype": "float32", "use_cache": True, "transformers_version": "4.50.0", **changes}
 
 
 def midlayer(draft):

@@ -14,19 +14,10 @@ from hf_eagle3 import Eagle3ForSpeculation
 
 WIDTH, MLP_WIDTH, HEADS, KV_HEADS, VOCAB_SIZE, DRAFT_VOCAB_SIZE = 32, 48, 4, 2, 96, 32
 BASE = {
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "model_type": "llama",
-    "hidden_size": WIDTH,
-    "intermediate_size": MLP_WIDTH,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "num_hidden_layers": 1,
-    "vocab_size": VOCAB_SIZE,
-    "draft_vocab_size": DRAFT_VOCAB_SIZE,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "max_position_embeddings": 512,
-    "rope_theta": 5000.0,
+    **{"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_act": "silu"},
+    **{"hidden_size": WIDTH, "intermediate_size": MLP_WIDTH, "num_attention_heads": HEADS, "rms_norm_eps": 1e-5},
+    **{"num_key_value_heads": KV_HEADS, "vocab_size": VOCAB_SIZE, "draft_vocab_size": DRAFT_VOCAB_SIZE},
+    **{"num_hidden_layers": 1, "max_position_embeddings": 512, "rope_theta": 5000.0},
     "eagle_aux_hidden_state_layer_ids": [1, 5, 8],
 }
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}

@@ -413,11 +413,9 @@ def test_what_vllm_checks_of_what_we_save(tmp_path):
     # Readers disagree on what a missing one means.
     assert all(config[flag] is not None for flag in (*flags, "target_hidden_size"))
     width = layer_config["hidden_size"]
-    assert tensors["fc.weight"].shape == (width, 3 * width)
-    assert tensors["layers.0.self_attn.q_proj.weight"].shape == (2 * 4, 2 * width)
-    assert tensors["lm_head.weight"].shape == (12, width) and tensors["norm.weight"].shape == (width,)
-    assert tensors["layers.0.hidden_norm.weight"].shape == (width,)
-    assert [tensors[f"fc_norm.{i}.weight"].shape for i in range(3)] == [(width,)] * 3
+    norms = dict.fromkeys(("norm", "layers.0.hidden_norm", "fc_norm.0", "fc_norm.1", "fc_norm.2"), (width,))
+    shapes = {"fc": (width, 3 * width), "layers.0.self_attn.q_proj": (2 * 4, 2 * width), "lm_head": (12, width)}
+    assert all(tensors[f"{name}.weight"].shape == shape for name, shape in {**norms, **shapes}.items())
     assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
     token_ids = torch.arange(12) + tensors["d2t"]
     assert torch.equal(tensors["t2d"].nonzero().flatten(), token_ids)
