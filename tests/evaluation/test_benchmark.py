@@ -3,20 +3,18 @@
 import copy
 import itertools
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import load_script, make_block_draft, make_draft, make_prompt, make_target
+from hub.test_card import measurement
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from seeing import gemma3, make, make_image, make_processor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoProcessor,
-)
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 
 from hf_eagle3 import Eagle3ForSpeculation
@@ -50,7 +48,7 @@ def test_benchmark_recipe(tmp_path, tokenizer, run_recipe):
     tokenizer.save_pretrained(tmp_path / "target")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "what is 3"}\n{"prompt": "the end"}\n')
     results_file = tmp_path / "results.jsonl"
-    arguments = ["--target", tmp_path / "target", "--draft", tmp_path / "draft", "--max_new_tokens", 10]
+    arguments = ["--target", tmp_path / "target", "--draft", tmp_path / "draft", "--max_new_tokens", 6]
     arguments += ["--prompts", tmp_path / "prompts.jsonl", "gsm8k", "--json", results_file, "--tree_depth", 3]
     arguments += ["--assistant", tmp_path / "target", "--repeats", 2]
     arguments += ["--methods", "plain", "prompt-lookup", "assistant", "mtp", "eagle3-chain", "eagle3"]
@@ -71,11 +69,11 @@ def test_benchmark_recipe(tmp_path, tokenizer, run_recipe):
             row = rows[temperature, method]
             assert row.num_identical == row.num_prompts == 2 and len(row.speedups) == 2
             assert 1 <= row.acceptance_length <= 4 and max(row.accepted_lengths) <= 4
-            assert sum(length * count for length, count in row.accepted_lengths.items()) == 2 * 2 * 9
+            assert sum(length * count for length, count in row.accepted_lengths.items()) == 2 * 2 * 5
             assert row.target_forwards == row.accepted_lengths.total() + 2 * 2
             assert 0 < row.draft_share < 1
         plain = rows[temperature, "plain"]
-        assert plain.target_forwards == plain.new_tokens == 2 * 2 * 10 and plain.draft_share == 0
+        assert plain.target_forwards == plain.new_tokens == 2 * 2 * 6 and plain.draft_share == 0
     # The assistant is the target itself: all it drafts greedily is taken.
     assert rows[0.0, "assistant"].num_identical == 2 and rows[0.0, "assistant"].acceptance_length > 1.5
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"speedup.png", "acceptance.png"}
@@ -83,10 +81,10 @@ def test_benchmark_recipe(tmp_path, tokenizer, run_recipe):
     assert "The first prompt:\n\nwhat is 3\n\nWhat follows at T=0 with the draft:" in result.stdout
     assert "Without the draft the target writes the same." in result.stdout
 
-    # Interrupted in the last repeat, it goes on with what is missing.
+    # Interrupted in the middle of the last repeat, it measures that again.
     lines = results_file.read_text().splitlines()
     num_last = len(methods)
-    results_file.write_text("\n".join(lines[:-num_last]))
+    results_file.write_text("\n".join(lines[:-2]))
     result = run_recipe("benchmark.py", *arguments)
     assert result.returncode == 0, result.stderr[-3000:]
     again = results_file.read_text().splitlines()
@@ -96,7 +94,7 @@ def test_benchmark_recipe(tmp_path, tokenizer, run_recipe):
     result = run_recipe("benchmark.py", *arguments)
     assert "Nothing was left to measure" in result.stdout and results_file.read_text().splitlines() == again
     # Of other arguments it takes no notice, but says so.
-    result = run_recipe("benchmark.py", *arguments, "--max_new_tokens", 11)
+    result = run_recipe("benchmark.py", *arguments, "--max_new_tokens", 7)
     assert result.returncode != 0 and "holds a run with other arguments" in result.stderr
     assert results_file.read_text().splitlines() == again
     assert json.loads(again[0])["models"] == dict.fromkeys(("target", "assistant"), sampled_digest(target))
@@ -118,11 +116,8 @@ def test_benchmark_recipe(tmp_path, tokenizer, run_recipe):
     result = run_recipe("benchmark.py", *short, "--draft", tmp_path / "target")
     assert result.returncode == 1 and "EAGLE-3" in result.stderr
     result = run_recipe("benchmark.py", "--compare", results_file, results_file)
-    assert (
-        result.returncode == 0
-        and "| prompts | 1 | 0 | eagle3 |" in result.stdout
-        and "+0.0% | too few repeats" in result.stdout
-    )
+    assert result.returncode == 0 and "| prompts | 1 | 0 | eagle3 |" in result.stdout
+    assert "+0.0% | too few repeats" in result.stdout
     # The short run has plain generation alone, which is compared with nothing.
     result = run_recipe("benchmark.py", "--compare", results_file, tmp_path / "short.jsonl")
     assert result.returncode == 1 and "in common" in result.stderr and "Traceback" not in result.stderr
@@ -131,19 +126,19 @@ def test_benchmark_recipe(tmp_path, tokenizer, run_recipe):
         assert result.returncode > 0 and str(wrong[-1]) in result.stderr and "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_batches(tokenizer, temperature):
+def test_batches(tokenizer):
     target = make_target("llama")
     draft = make_draft(target, [make_prompt(5)])
     tasks = {"words": [tokenizer(prompt)["input_ids"] for prompt in ("what is 3", "the end", "a, b")]}
     methods = ["plain", "prompt-lookup", "eagle3"]
-    results = run_benchmark(target, tokenizer, draft, tasks, methods, [temperature], [1, 2], 10, 2)
-    rows = {(row.method, row.batch_size): row for row in results.rows}
-    assert ("prompt-lookup", 1) in rows and ("prompt-lookup", 2) not in rows
-    for batch_size in (1, 2):
-        row = rows["eagle3", batch_size]
-        assert row.num_identical == row.num_prompts == 3 and len(row.speedups) == 2
-        assert sum(length * count for length, count in row.accepted_lengths.items()) <= 2 * 3 * 9
+    results = run_benchmark(target, tokenizer, draft, tasks, methods, [0.0, 1.0], [1, 2], 6, 2)
+    rows = {(row.method, row.batch_size, row.temperature): row for row in results.rows}
+    for temperature in (0.0, 1.0):
+        assert ("prompt-lookup", 1, temperature) in rows and ("prompt-lookup", 2, temperature) not in rows
+        for batch_size in (1, 2):
+            row = rows["eagle3", batch_size, temperature]
+            assert row.num_identical == row.num_prompts == 3 and len(row.speedups) == 2
+            assert sum(length * count for length, count in row.accepted_lengths.items()) <= 2 * 3 * 5
     with pytest.raises(ValueError, match="words has 3 prompts, which do not fill a batch of 4"):
         run_benchmark(target, tokenizer, draft, tasks, methods, batch_sizes=[1, 4])
 
@@ -156,25 +151,19 @@ def test_prompts_that_do_not_fill_a_batch_are_refused_before_models_load(tmp_pat
     assert "The task prompts has 1 prompts, which do not fill a batch of 2" in result.stderr
 
 
-def test_a_tokenizer_without_tokens_for_padding_and_end(tokenizer):
-    tokenizer = copy.deepcopy(tokenizer)
+def test_a_tokenizer_without_tokens_and_a_target_that_returns_dictionaries(tokenizer):
+    tokenizer, target = copy.deepcopy(tokenizer), make_target("llama")
     tokenizer.pad_token = tokenizer.eos_token = None
-    tasks = {"task": [[5, 6], [7, 8, 9]]}
-    (row,) = run_benchmark(make_target("llama"), tokenizer, None, tasks, ["plain"], [0.0], [2], 4, 1).rows
-    assert row.num_prompts == 2
-
-
-def test_a_target_that_returns_dictionaries(tokenizer):
-    target = make_target("llama")
-    draft = make_draft(target, [make_prompt(5)])
     target.generation_config.return_dict_in_generate = True
-    results = run_benchmark(target, tokenizer, draft, {"task": [[5, 6]]}, ["plain", "eagle3"], [0.0], [1], 6, 1)
-    assert [row.num_identical for row in results.rows if row.method == "eagle3"] == [1]
+    draft, tasks = make_draft(target, [make_prompt(5)]), {"task": [[5, 6], [7, 8, 9]]}
+    plain, ours = run_benchmark(target, tokenizer, draft, tasks, ["plain", "eagle3"], [0.0], [2], 4, 1).rows
+    assert plain.num_prompts == ours.num_identical == 2
 
 
 def test_multi_token_prediction(tmp_path, tokenizer, monkeypatch):
     """With the layer in the target's checkpoint."""
-    target = make_target("glm4_moe", num_hidden_layers=46, num_mtp_layers=1)  # GLM-4.5-Air's: the layer's name has it
+    # GLM-4.5-Air's depth: the layer's name has it.
+    target = make_target("glm4_moe", num_hidden_layers=46, num_mtp_layers=1, num_experts=2, num_local_experts=2)
     target.save_pretrained(tmp_path / "target")
     weights = load_file(tmp_path / "target" / "model.safetensors")
     layer = {name.replace(".45.", ".46."): weights[name].clone() for name in weights if ".layers.45." in name}
@@ -191,40 +180,21 @@ def test_multi_token_prediction(tmp_path, tokenizer, monkeypatch):
 
     monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", noting_get_candidates)
     tasks = {"words": [tokenizer("what is 3")["input_ids"]]}
-    results = run_benchmark(target, tokenizer, None, tasks, ["plain", "mtp"], [0.0], max_new_tokens=6, repeats=1)
-    assert not results.run["left_out"] and sum(lengths) >= 2 * 2
+    results = run_benchmark(target, tokenizer, None, tasks, ["plain", "mtp"], [0.0], max_new_tokens=4, repeats=1)
+    assert not results.run["left_out"] and sum(lengths) >= 2
     assert [(row.method, row.num_identical) for row in results.rows] == [("plain", 1), ("mtp", 1)]
 
 
-def measurement(method, speedup, repeat=0, task="words", batch_size=1, **changes):
-    return {
-        "task": task,
-        "batch_size": batch_size,
-        "temperature": 0.0,
-        "repeat": repeat,
-        "method": method,
-        "new_tokens": 100,
-        "seconds": 10 / speedup,
-        "speedup": speedup,
-        "target_forwards": 50,
-        "accepted_lengths": {"1": 1, "4": 1, "2": 2} if method == "eagle3" else {},
-        "drafted_lengths": {"1": 1, "4": 1, "2": 2} if method == "eagle3" else {},
-        "draft_seconds": 0.0,
-        "plain_steps": 0,
-        "lookup_steps": 0,
-        "differing": [],
-        "num_prompts": 3,
-        "peak_memory": None,
-        **changes,
-    }
+ACCEPTED = {"1": 1, "4": 1, "2": 2}
 
 
-def results_of(*speedups, **changes):
-    measurements = [
-        measurement(method, speedup if method == "eagle3" else 1.0, repeat, **changes)
-        for repeat, speedup in enumerate(speedups)
-        for method in ("plain", "eagle3")
-    ]
+def results_of(*speedups, task="words", **changes):
+    """Results of plain generation and of a draft with these speed-ups."""
+    measurements = []
+    for repeat, speedup in enumerate(speedups):
+        for method, ratio, accepted in (("plain", 1.0, {}), ("eagle3", speedup, ACCEPTED)):
+            of = {"task": task, "seconds": 10 / ratio, **changes}
+            measurements.append(measurement(method, 0.0, repeat, ratio, accepted, **of))
     return BenchmarkResults({"environment": {}}, measurements)
 
 
@@ -232,9 +202,8 @@ def results_of(*speedups, **changes):
 def test_methods_that_take_no_batches_are_named(capsys, sizes, said):
     results = results_of(2.0, batch_size=4)
     results.run |= {"tree": {}, "missing_tasks": {}, "left_out": {}}
-    args = SimpleNamespace(
-        target="t", repeats=1, max_new_tokens=8, methods=["plain", "assistant"], batch_sizes=sizes, json=None
-    )
+    args = SimpleNamespace(target="t", repeats=1, max_new_tokens=8, methods=["plain", "assistant"], json=None)
+    args.batch_sizes = sizes
     load_script("recipes/benchmark.py").print_report(args, results, torch.float32)
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith(said) and last.endswith(": assistant.")
@@ -257,10 +226,9 @@ def test_rows_and_table():
     slow = BenchmarkRow("plain", 0.0, tokens_per_second=[1.44])  # a large model on a small machine
     assert format_table([slow]).splitlines()[-1] == "| 0 | plain | 1.4 | 1.00 | - | - |"
     # Other methods do not tell verification forwards apart.
-    assert BenchmarkRow("prompt-lookup", 0.0, new_tokens=30, target_forwards=20).acceptance_length == 1.5
-    assert (
-        BenchmarkRow("prompt-lookup", 0.0, batch_size=2, new_tokens=30, target_forwards=20).acceptance_length is None
-    )
+    numbers = {"new_tokens": 30, "target_forwards": 20}
+    assert BenchmarkRow("prompt-lookup", 0.0, **numbers).acceptance_length == 1.5
+    assert BenchmarkRow("prompt-lookup", 0.0, batch_size=2, **numbers).acceptance_length is None
 
 
 def test_what_was_looked_up_or_written_plainly_was_not_drafted():
@@ -309,15 +277,12 @@ def test_peak_memory():
 
 def test_memory_that_nobody_counts(tokenizer, monkeypatch, tmp_path):
     target = make_target("llama")
-    results = run_benchmark(
-        target, tokenizer, None, {"task": [[1, 2]]}, methods=["plain"], max_new_tokens=3, repeats=1
-    )
+    call = {"methods": ["plain"], "max_new_tokens": 3, "repeats": 1}
+    results = run_benchmark(target, tokenizer, None, {"task": [[1, 2]]}, **call)
     if memory.reset_peak_memory(target.device):
         assert all(row.peak_memory > 50 for row in results.rows) and "peak memory, MiB" in format_table(results.rows)
     monkeypatch.setattr(memory, "PROCESS", tmp_path / "none")
-    results = run_benchmark(
-        target, tokenizer, None, {"task": [[1, 2]]}, methods=["plain"], max_new_tokens=3, repeats=1
-    )
+    results = run_benchmark(target, tokenizer, None, {"task": [[1, 2]]}, **call)
     assert all(row.peak_memory is None for row in results.rows) and "peak memory" not in format_table(results.rows)
 
 
@@ -375,7 +340,7 @@ def test_two_runs_of_one_thing_do_not_differ():
 
 
 def test_results_files(tmp_path):
-    results = results_of(2.0, 3.0)
+    results = results_of(2.0, 3.0, task="a\u2028b\u0085")  # line separators that JSON leaves alone
     results.write(tmp_path / "results.jsonl")
     assert BenchmarkResults.read(tmp_path / "results.jsonl") == results
     (tmp_path / "other.jsonl").write_text('{"prompt": "a"}\n')
@@ -387,40 +352,34 @@ def test_results_files(tmp_path):
         BenchmarkResults.read(tmp_path / "broken.jsonl")
 
 
-def test_numbers_that_measure_nothing(run_recipe):
-    for option in ("--repeats", "--num_prompts", "--batch_size", "--max_new_tokens"):
-        result = run_recipe("benchmark.py", "--target", "me/model", option, 0)
-        assert result.returncode == 2 and "positive_integer value: '0'" in result.stderr
-
-
 @pytest.mark.parametrize(
     "option, value, reason",
     [
+        *((f"--{name}", 0, ".*positive_integer value: '0'") for name in ("repeats", "num_prompts", "max_new_tokens")),
+        ("--batch_size", 0, ".*positive_integer value: '0'"),
         ("--device", "gpu", "gpu cannot be used"),
         ("--dtype", "half", "invalid choice: 'half'"),
         ("--compile", "fast", "invalid choice: 'fast'"),
         ("--target", "", "the name of a model is empty"),
     ],
 )
-def test_what_torch_does_not_know(run_recipe, option, value, reason):
+def test_arguments_that_are_refused(run_recipe, option, value, reason):
     result = run_recipe("benchmark.py", "--target", "me/model", "--cache_implementation", "static", option, value)
-    assert result.returncode == 2 and f"argument {option}: {reason}" in result.stderr
+    assert result.returncode == 2 and re.search(f"argument {option}.*: {reason}", result.stderr)
 
 
 def test_methods_that_cannot_be(tokenizer):
     target, tasks = make_target("llama"), {"words": [[1, 2, 3]]}
-    with pytest.raises(ValueError, match="medusa"):
-        run_benchmark(target, tokenizer, None, tasks, ["plain", "medusa"])
-    with pytest.raises(ValueError, match="include 'plain'"):
-        run_benchmark(target, tokenizer, None, tasks, ["eagle3"])
-    with pytest.raises(ValueError, match="LlamaForCausalLM is not an EAGLE-3 draft"):
-        run_benchmark(target, tokenizer, target, tasks)
-    with pytest.raises(ValueError, match="'assistant' needs a model"):
-        run_benchmark(target, tokenizer, None, tasks, ["plain", "assistant"])
-    with pytest.raises(ValueError, match="transformers' own, and DFlashForSpeculation is a draft of hf-eagle3"):
-        run_benchmark(
-            target, tokenizer, None, tasks, ["plain", "assistant"], assistant=make_block_draft("dflash", target)
-        )
+    of_block, assisted = {"assistant": make_block_draft("dflash", target)}, {"methods": ["plain", "assistant"]}
+    for draft, kwargs, reason in (
+        (None, {"methods": ["plain", "medusa"]}, "medusa"),
+        (None, {"methods": ["eagle3"]}, "include 'plain'"),
+        (target, {}, "LlamaForCausalLM is not an EAGLE-3 draft"),
+        (None, assisted, "'assistant' needs a model"),
+        (None, assisted | of_block, "transformers' own, and DFlashForSpeculation is a draft of hf-eagle3"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            run_benchmark(target, tokenizer, draft, tasks, **kwargs)
 
 
 def test_profile():
@@ -510,36 +469,23 @@ def test_rows_that_end_earlier_count_as_they_are(tokenizer, monkeypatch):
     """In a batch, whose rows are padded to the longest, and leave it as they do when nothing is measured."""
     target = make_target("llama")
     prompts = [tokenizer(prompt)["input_ids"] for prompt in ("some", "the end")]
-    free = target.generate(torch.tensor([prompts[0]]), max_new_tokens=10, do_sample=False)[
-        0, len(prompts[0]) :
-    ].tolist()
-    target.generation_config.eos_token_id = free[3]
-    num_tokens = 0
-    for prompt in prompts:
-        num_tokens += target.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False).shape[1] - len(
-            prompt
-        )
-    draft, num_rows = make_draft(target, [make_prompt(5)]), []
-    verify = Verifier.verify
-    monkeypatch.setattr(
-        Verifier, "verify", lambda self, tree, text: [num_rows.append(len(tree.tokens)), verify(self, tree, text)][1]
-    )
+
+    def new_tokens(prompt):
+        return target.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False)[0, len(prompt) :].tolist()
+
+    target.generation_config.eos_token_id = new_tokens(prompts[0])[3]
+    num_tokens = sum(len(new_tokens(prompt)) for prompt in prompts)
+    draft, num_rows, verify = make_draft(target, [make_prompt(5)]), [], Verifier.verify
+
+    def counting(self, tree, text):
+        num_rows.append(len(tree.tokens))
+        return verify(self, tree, text)
+
+    monkeypatch.setattr(Verifier, "verify", counting)
     results = run_benchmark(target, tokenizer, draft, {"a": prompts}, ["plain", "eagle3"], [0.0], [2], 10, 1)
     assert set(num_rows) == {1, 2}
     assert [row.new_tokens for row in results.rows] == [num_tokens, num_tokens] and num_tokens < 20
     assert results.rows[1].num_identical == 2
-
-
-def test_half_a_repeat_is_measured_again(tokenizer):
-    target = make_target("llama")
-    draft = make_draft(target, [make_prompt(5)])
-    tasks = {"words": [tokenizer("what is 3")["input_ids"]]}
-    arguments = (target, tokenizer, draft, tasks, ["plain", "eagle3"], [0.0], [1], 6, 2)
-    results = run_benchmark(*arguments)
-    first = results.measurements[:2]
-    del results.measurements[3]
-    results = run_benchmark(*arguments, results=results)
-    assert results.measurements[:2] == first and len(results.measurements) == 4
 
 
 def test_the_bar_reaches_its_end(tokenizer, monkeypatch):
@@ -558,12 +504,6 @@ def test_the_bar_reaches_its_end(tokenizer, monkeypatch):
     assert list(results.run["left_out"]) == ["mtp"]
     run_benchmark(*arguments, repeats=2, results=results)
     assert set(bars) == {(11, 11), (22, 22)}  # each bar closes more than once
-
-
-def test_line_separators_that_json_leaves_alone(tmp_path):
-    results = results_of(2.0, task="a\u2028b\u0085")
-    results.write(tmp_path / "results.jsonl")
-    assert BenchmarkResults.read(tmp_path / "results.jsonl") == results
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -606,11 +546,12 @@ def test_prompts_with_images(tmp_path, run_recipe):
         rows.append({**rows[0], "images": [str(tmp_path / f"{seed}.png")]})
     (tmp_path / "seen.jsonl").write_text("\n".join(map(json.dumps, rows)))
     arguments = ["--target", tmp_path / "target", "--draft", tmp_path / "draft", "--prompts", tmp_path / "seen.jsonl"]
-    arguments += ["--max_new_tokens", 8, "--repeats", 1, "--methods", "plain", "eagle3", "--batch_size", 1, 3]
+    arguments += ["--max_new_tokens", 6, "--repeats", 1, "--methods", "plain", "eagle3", "--batch_size", 1, 3]
+    arguments += ["--temperatures", 1]
     result = run_recipe("benchmark.py", *arguments, "--json", tmp_path / "results.jsonl", "--profile")
     assert result.returncode == 0, result.stderr[-3000:]
     rows = [row for row in BenchmarkResults.read(tmp_path / "results.jsonl").rows if row.method == "eagle3"]
-    assert len(rows) == 4 and all(row.num_identical == row.num_prompts == 3 for row in rows)
+    assert len(rows) == 2 and all(row.num_identical == row.num_prompts == 3 for row in rows)
 
     processor = AutoProcessor.from_pretrained(tmp_path / "target")
     prompts = load_prompts(str(tmp_path / "seen.jsonl"), processor.tokenizer, images=ImageReader(processor))

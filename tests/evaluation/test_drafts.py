@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from checkpoints.test_formats import edit_config
 from conftest import make_baseline, make_draft, make_prompt, make_target
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
@@ -43,15 +44,15 @@ def arguments(pairing, *others):
     return ["--target", pairing / "target", "--draft", pairing / "my-draft", "--max_new_tokens", 6, *others]
 
 
+ONE_TREE = "--batch_sizes 1 --temperatures 0 --depths 1 --branching_factors 2 --budgets 4 --finalists 1 --repeats 1"
+
+
 @pytest.mark.parametrize(
     ("script", "few"),
     [
         ("recipes/benchmark.py", "--methods plain eagle3 --temperatures 0 --repeats 1"),
         ("experiments/low_precision.py", "--dtypes float32"),
-        (
-            "experiments/tree_policy.py",
-            "--batch_sizes 1 --temperatures 0 --depths 1 --branching_factors 2 --budgets 4 --finalists 1 --repeats 1",
-        ),
+        ("experiments/tree_policy.py", ONE_TREE),
     ],
 )
 def test_the_saved_code_never_runs(script, few, pairing, run_script):
@@ -59,20 +60,10 @@ def test_the_saved_code_never_runs(script, few, pairing, run_script):
     assert result.returncode == 0 and "the saved code decodes" not in result.stdout, result.stderr[-3000:]
 
 
-@pytest.mark.parametrize(
-    ("method", "name"),
-    [
-        ("medusa", "medusa"),
-        ("hydra", "hydra"),
-        ("eagle", "eagle"),
-        ("eagle-2", "eagle-2"),
-        ("hass", "hass"),
-        ("dflash", "dflash"),
-        ("jetspec", "jetspec"),
-        ("dspark", "dspark"),
-        ("p-eagle", "eagle3"),
-    ],
-)
+METHODS = ("medusa", "hydra", "eagle", "eagle-2", "hass", "dflash", "jetspec", "dspark")
+
+
+@pytest.mark.parametrize(("method", "name"), [*zip(METHODS, METHODS), ("p-eagle", "eagle3")])
 def test_drafts_of_all_methods_are_loaded(tmp_path, method, name):
     draft = make_baseline(method, make_target("llama"))
     draft.save_pretrained(tmp_path)
@@ -88,9 +79,8 @@ def test_what_is_no_draft_is_refused(pairing, tmp_path):
     with pytest.raises(OSError):
         load_draft(str(tmp_path / "nothing"))
     make_baseline("dflash", make_target("llama")).save_pretrained(tmp_path)
-    content = json.loads((tmp_path / "config.json").read_text())
-    content["dflash_config"]["selector_rank"] = 8
-    (tmp_path / "config.json").write_text(json.dumps(content))
+    dflash = json.loads((tmp_path / "config.json").read_text())["dflash_config"]
+    edit_config(tmp_path, dflash_config={**dflash, "selector_rank": 8})
     with pytest.raises(ValueError, match="keys that DFlash does not have: .'selector_rank'"):
         load_draft(str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"broken")
@@ -99,8 +89,7 @@ def test_what_is_no_draft_is_refused(pairing, tmp_path):
 
 
 def test_models_are_told_apart_in_moments(pairing):
-    target = AutoModelForCausalLM.from_pretrained(pairing / "target")
-    again = AutoModelForCausalLM.from_pretrained(pairing / "target")
+    target, again = (AutoModelForCausalLM.from_pretrained(pairing / "target") for _ in range(2))
     assert sampled_digest(target) == sampled_digest(again) != sampled_digest(again.bfloat16())
     again = AutoModelForCausalLM.from_pretrained(pairing / "target")
     with torch.no_grad():

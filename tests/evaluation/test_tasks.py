@@ -1,6 +1,7 @@
 """Prompts of tasks, files and folders."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 from datasets import Dataset
@@ -14,21 +15,14 @@ from hf_eagle3.evaluation.results import TITLES
 from hf_eagle3.evaluation.tasks import GROUPS, OFFLINE, expand, standard_library, task_name
 
 
+# A row of each task with a form of its own, and the prompt that it makes.
 ROWS = {
-    "mt_bench": {"prompt": ["first", "second"]},
-    "humaneval": {"prompt": "def f():"},
-    "gsm8k": {"question": "how many"},
-    "alpaca": {"instruction": "add", "input": "1 2"},
-    "cnn_dm": {"article": "a story"},
-    "math500": {"problem": "solve"},
-}
-SAID = {
-    "mt_bench": "first",
-    "humaneval": "Complete this function.\n\ndef f():",
-    "gsm8k": "how many",
-    "alpaca": "add\n\n1 2",
-    "cnn_dm": "Summarize:\n\na story",
-    "math500": "solve",
+    "mt_bench": ({"prompt": ["first", "second"]}, "first"),
+    "humaneval": ({"prompt": "def f():"}, "Complete this function.\n\ndef f():"),
+    "gsm8k": ({"question": "how many"}, "how many"),
+    "alpaca": ({"instruction": "add", "input": "1 2"}, "add\n\n1 2"),
+    "cnn_dm": ({"article": "a story"}, "Summarize:\n\na story"),
+    "math500": ({"problem": "solve"}, "solve"),
 }
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 
@@ -39,7 +33,7 @@ def test_every_task_has_a_title():
 
 @pytest.mark.parametrize("name", TASKS)
 def test_tasks_of_the_hub(name, tokenizer, monkeypatch):
-    row, said = ROWS.get(name, {"prompt": "x y"}), SAID.get(name, "x y")
+    row, said = ROWS.get(name, ({"prompt": "x y"}, "x y"))
     asked = []
 
     def load_dataset(path, **kwargs):
@@ -57,13 +51,15 @@ def test_tasks_of_the_hub(name, tokenizer, monkeypatch):
 
 def test_a_task_reads_one_split_alone(tmp_path):
     (tmp_path / "3.0.0").mkdir()
-    Dataset.from_list([ROWS["cnn_dm"]]).to_parquet(tmp_path / "3.0.0" / "test-00000-of-00001.parquet")
+    row, _ = ROWS["cnn_dm"]
+    Dataset.from_list([row]).to_parquet(tmp_path / "3.0.0" / "test-00000-of-00001.parquet")
     (tmp_path / "3.0.0" / "train-00000-of-00001.parquet").write_text("broken")
-    assert tasks.load_dataset(str(tmp_path), **TASKS["cnn_dm"].load)[0] == ROWS["cnn_dm"]
+    assert tasks.load_dataset(str(tmp_path), **TASKS["cnn_dm"].load)[0] == row
 
 
 def test_turns_that_follow_an_answer(tokenizer, monkeypatch):
-    monkeypatch.setattr(tasks, "load_dataset", lambda path, **kwargs: Dataset.from_list([ROWS["mt_bench"]] * 80))
+    rows = Dataset.from_list([ROWS["mt_bench"][0]] * 80)
+    monkeypatch.setattr(tasks, "load_dataset", lambda path, **kwargs: rows)
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
     prompts = load_prompts("mt_bench", tokenizer, 2, answer=lambda prompt: f"said {len(prompt)}")
     first = tokenizer("<user>first>", add_special_tokens=False)["input_ids"]
@@ -71,47 +67,35 @@ def test_turns_that_follow_an_answer(tokenizer, monkeypatch):
     assert prompts == 2 * [first, tokenizer(dialogue, add_special_tokens=False)["input_ids"]]
 
 
-def test_a_task_that_is_too_short(tokenizer, monkeypatch):
-    monkeypatch.setattr(tasks, "load_dataset", lambda path, **kwargs: Dataset.from_list([ROWS["gsm8k"]] * 79))
+@pytest.mark.parametrize("error", [DatasetGenerationError("broken"), HTTPError("broken"), RuntimeError("broken")])
+def test_a_task_that_cannot_be_loaded(tokenizer, monkeypatch, error):
+    """The benchmark leaves it out, whatever the reason."""
+    monkeypatch.setattr(tasks, "load_dataset", Mock(side_effect=error))
+    with pytest.raises(OSError, match=rf"openai/gsm8k could not be loaded \({type(error).__name__}\): broken"):
+        load_prompts("gsm8k", tokenizer)
+    monkeypatch.setattr(tasks, "load_dataset", lambda path, **kwargs: Dataset.from_list([ROWS["gsm8k"][0]] * 79))
     with pytest.raises(ValueError, match="has 79 rows, but gsm8k takes 80"):
         load_prompts("gsm8k", tokenizer)
 
 
-@pytest.mark.parametrize("error", [DatasetGenerationError("broken"), HTTPError("broken"), RuntimeError("broken")])
-def test_a_task_that_cannot_be_loaded(tokenizer, monkeypatch, error):
-    """The benchmark leaves it out, whatever the reason."""
-
-    def load_dataset(path, **kwargs):
-        raise error
-
-    monkeypatch.setattr(tasks, "load_dataset", load_dataset)
-    with pytest.raises(OSError, match=rf"openai/gsm8k could not be loaded \({type(error).__name__}\): broken"):
-        load_prompts("gsm8k", tokenizer)
-
-
 def test_names(tmp_path, monkeypatch):
-    for name in ("b", "a"):
+    (tmp_path / "other").mkdir()
+    for name in ("b", "a", "other/b"):
         (tmp_path / f"{name}.jsonl").write_text('{"prompt": "x"}\n')
     assert expand(["paper", str(tmp_path)]) == [*GROUPS["paper"], str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+    assert expand([str(tmp_path / "other")]) == [str(tmp_path / "other" / "b.jsonl")]
     assert len(expand(["spec_bench"])) == 6 and task_name(str(tmp_path / "a.jsonl")) == "a"
-    with pytest.raises(ValueError, match=r"Unknown tasks \['gsm9k'\]"):
-        expand(["gsm9k"])
     (tmp_path / "python").mkdir()  # a folder is no reason to take another task than the one of that name
     monkeypatch.chdir(tmp_path)
     assert expand([OFFLINE]) == [OFFLINE]
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    with pytest.raises(ValueError, match="no JSON Lines files"):
-        expand([str(empty)])
-
-
-def test_two_files_of_one_name(tmp_path):
-    for folder in ("", "other"):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        (tmp_path / folder / "prompts.jsonl").touch()
-    assert expand([str(tmp_path / "other")]) == [str(tmp_path / "other" / "prompts.jsonl")]
-    with pytest.raises(ValueError, match="two tasks of the name prompts. Rename one"):
-        expand([str(tmp_path), str(tmp_path / "other")])
+    (tmp_path / "empty").mkdir()
+    for names, told in (
+        (["gsm9k"], r"Unknown tasks \['gsm9k'\]"),
+        ([str(tmp_path / "empty")], "no JSON Lines files"),
+        ([str(tmp_path), str(tmp_path / "other")], "two tasks of the name b. Rename one"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            expand(names)
 
 
 def test_offline(tokenizer):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 from conftest import RECIPES, ROOT, assert_same_text, make_prompt, make_target
+from messages import assistant, user
 from test_multimodal_generation import gemma4, llama4
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -111,8 +112,8 @@ def test_steps_on_a_tiny_model_of_the_same_class(name, tmp_path, tokenizer, monk
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = TEMPLATES.get(name)
     tokenizer.save_pretrained(tmp_path / "target")
-    chat = [{"role": "user", "content": "abc def"}, {"role": "assistant", "content": "ghi jkl mno"}]
-    rows = [{"messages": [*chat, {**chat[0], "content": f"a{i}"}, chat[1]]} for i in range(16)]
+    answer = assistant("ghi jkl mno")
+    rows = [{"messages": [user("abc def"), answer, user(f"a{i}"), answer]} for i in range(16)]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     common = ["--config", RECIPES / f"{name}.yaml", "--model_name_or_path", tmp_path / "target", "--dtype", "float32"]
     common += ["--dataset_name", tmp_path / "chats.jsonl", "--dataset_train_split", "train", "--eval_strategy", "no"]
@@ -140,10 +141,10 @@ def test_steps_on_a_tiny_model_of_the_same_class(name, tmp_path, tokenizer, monk
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": " Hi "},
-    {"role": "assistant", "content": "Hello.\n"},
-    {"role": "user", "content": "Bye"},
-    {"role": "assistant", "content": "Bye."},
+    user(" Hi "),
+    assistant("Hello.\n"),
+    user("Bye"),
+    assistant("Bye."),
 ]
 
 

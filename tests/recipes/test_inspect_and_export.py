@@ -16,15 +16,25 @@ from hf_eagle3.checkpoints import export
 from hf_eagle3.making import FORMS
 
 
-def test_inspect_and_export(tmp_path, run_recipe):
+@pytest.fixture
+def inspected(run_recipe):
+    """`inspected(draft, ...)` returns the lines that the recipe prints, by their names."""
+
+    def inspect(*arguments):
+        result = run_recipe("inspect_draft.py", *arguments)
+        assert result.returncode == 0, result.stderr[-3000:]
+        return {line.split("  ")[0].strip(): line for line in result.stdout.splitlines()}
+
+    return inspect
+
+
+def test_inspect_and_export(tmp_path, run_recipe, inspected):
     for name, seed in (("target", 0), ("other", 1)):
         make_target("llama", seed=seed).save_pretrained(tmp_path / name)
     target = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
     make_draft(target, [make_prompt(5)]).save_pretrained(tmp_path / "draft")
 
-    result = run_recipe("inspect_draft.py", tmp_path / "draft", "--target", tmp_path / "target")
-    assert result.returncode == 0, result.stderr[-3000:]
-    lines = {line.split("  ")[0].strip(): line for line in result.stdout.splitlines()}
+    lines = inspected(tmp_path / "draft", "--target", tmp_path / "target")
     assert "speculators" in lines["format"] and "fc_norm, norm_output" in lines["flags"]
     assert "takes it as it is" in lines["vLLM"] and "--to sglang" in lines["SGLang"]
     assert lines["llama.cpp"].endswith("cannot take it: `fc_norm`; `norm_output`")
@@ -35,9 +45,8 @@ def test_inspect_and_export(tmp_path, run_recipe):
     unnamed = Eagle3ForSpeculation.from_pretrained(tmp_path / "draft")
     unnamed.config.speculators_config = None
     unnamed.save_pretrained(tmp_path / "unnamed")
-    result = run_recipe("inspect_draft.py", tmp_path / "unnamed", "--target", tmp_path / "target")
-    (line,) = (line for line in result.stdout.splitlines() if line.startswith("vLLM "))
-    assert "takes it after recipes/export.py --to speculators --target TARGET" in line
+    lines = inspected(tmp_path / "unnamed", "--target", tmp_path / "target")
+    assert "takes it after recipes/export.py --to speculators --target TARGET" in lines["vLLM"]
 
     nowhere = ("--output_dir", tmp_path / "nowhere")
     for option, told in (
@@ -75,15 +84,9 @@ def test_inspect_and_export(tmp_path, run_recipe):
     assert result.returncode == 1 and "does not fit" in result.stdout and "trained for another model" in result.stdout
 
 
-JETSPEC = {
-    "layers": "2 x qwen3",
-    "reads": "layers [1, 3] of the target's 4 (as its config.json says)",
-    "embedding": "the target's",
-    "head": "the target's",
-    "block": "6 tokens: one that is known, then masks (token 3)",
-    "in the block": "causal",
-    "vLLM": "takes it as it is",
-}
+JETSPEC = {"layers": "2 x qwen3", "embedding": "the target's", "head": "the target's", "in the block": "causal"}
+JETSPEC |= {"block": "6 tokens: one that is known, then masks (token 3)", "vLLM": "takes it as it is"}
+JETSPEC["reads"] = "layers [1, 3] of the target's 4 (as its config.json says)"
 
 
 @pytest.mark.parametrize(
@@ -96,14 +99,12 @@ JETSPEC = {
         ("eagle-2", {"layers": "1 x llama", "tree": "by the draft's confidence"}),
     ],
 )
-def test_drafts_of_other_methods(tmp_path, run_recipe, method, expected):
+def test_drafts_of_other_methods(tmp_path, run_recipe, inspected, method, expected):
     for name, seed in (("target", 0), ("other", 1)):
         make_target("llama", seed=seed).save_pretrained(tmp_path / name)
     target = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
     make_baseline(method, target).save_pretrained(tmp_path / "draft")
-    result = run_recipe("inspect_draft.py", tmp_path / "draft", "--target", tmp_path / "target")
-    assert result.returncode == 0, result.stderr[-3000:]
-    lines = {line.split("  ")[0].strip(): line for line in result.stdout.splitlines()}
+    lines = inspected(tmp_path / "draft", "--target", tmp_path / "target")
     assert all(value in lines[name] for name, value in {"method": method, **expected}.items())
     assert lines[str(tmp_path / "target")].endswith("  fits") and not lines.keys() & {"SGLang", "flags", "format"}
     assert ("vLLM" in lines) == (method in ("jetspec", "dflash"))
@@ -113,12 +114,10 @@ def test_drafts_of_other_methods(tmp_path, run_recipe, method, expected):
         assert result.returncode == 1 and "does not fit" in result.stdout and "another model" in result.stdout
 
 
-def test_a_block_draft_with_windows(tmp_path, run_recipe):
+def test_a_block_draft_with_windows(tmp_path, inspected):
     windows = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7, "use_sliding_window": True}
     make_baseline("dflash", make_target("llama"), **windows).save_pretrained(tmp_path)
-    result = run_recipe("inspect_draft.py", tmp_path)
-    assert result.returncode == 0, result.stderr[-3000:]
-    lines = {line.split("  ")[0].strip(): line for line in result.stdout.splitlines()}
+    lines = inspected(tmp_path)
     assert "causal in layers of sliding_attention, full in layers of full_attention" in lines["in the block"]
     assert lines["window"].endswith("7 tokens, from each token") and "vLLM" not in lines
 
@@ -165,13 +164,10 @@ def flat_draft(tmp_path_factory):
     return folder
 
 
-def test_engines_are_named_for_the_target_that_is_given(flat_draft, run_recipe):
+def test_engines_are_named_for_the_target_that_is_given(flat_draft, inspected):
     """llama.cpp wants to know which layers a draft reads."""
     for options, expected in (((), "cannot take it: "), (("--target", flat_draft / "target"), "--to gguf")):
-        result = run_recipe("inspect_draft.py", flat_draft / "draft", *options)
-        assert result.returncode == 0, result.stderr[-3000:]
-        (line,) = (line for line in result.stdout.splitlines() if line.startswith("llama.cpp"))
-        assert expected in line
+        assert expected in inspected(flat_draft / "draft", *options)["llama.cpp"]
 
 
 @pytest.mark.parametrize(
@@ -187,13 +183,11 @@ def test_engines_are_named_for_the_target_that_is_given(flat_draft, run_recipe):
         (None, "since its config.json names none", "[2, 6, 9] of the target's 12 (the usual ones, since"),
     ],
 )
-def test_which_states_are_read_is_said(tmp_path, flat_draft, run_recipe, ids, alone, with_target):
+def test_which_states_are_read_is_said(tmp_path, flat_draft, inspected, ids, alone, with_target):
     shutil.copytree(flat_draft / "draft", tmp_path / "draft")
     edit_config(tmp_path / "draft", eagle_aux_hidden_state_layer_ids=ids)
     for options, expected in (((), alone), (("--target", flat_draft / "target"), with_target)):
-        result = run_recipe("inspect_draft.py", tmp_path / "draft", *options)
-        (line,) = (line for line in result.stdout.splitlines() if line.startswith("reads "))
-        assert expected in line, result.stdout
+        assert expected in inspected(tmp_path / "draft", *options)["reads"]
 
 
 def test_a_branch_for_sglang(tmp_path, hub, run_recipe):
