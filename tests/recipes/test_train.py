@@ -22,14 +22,7 @@ import pytest
 import torch
 from accelerate import PartialState
 from accelerate.commands.launch import launch_command, launch_command_parser
-from conftest import (
-    RECIPES,
-    assert_same_text,
-    load_script,
-    make_prompt,
-    make_target,
-    run_in_two_processes,
-)
+from conftest import RECIPES, assert_same_text, load_script, make_prompt, make_target, run_in_two_processes
 from datasets import Dataset, DatasetDict, IterableDatasetDict
 from filelock import FileLock
 from forked import run_forked
@@ -349,10 +342,8 @@ def test_files(tmp_path, load_data, file, content, error):
 
 
 def test_data_of_several_forms(files, tmp_path, run_recipe):
-    rows, arguments = (
-        Dataset.from_list([{"text": "what is up"}] * 20),
-        arguments_of(files, tmp_path / "out", max_steps=1),
-    )
+    rows = Dataset.from_list([{"text": "what is up"}] * 20)
+    arguments = arguments_of(files, tmp_path / "out", max_steps=1)
     name = arguments.index("--dataset_name") + 1
     arguments[name] = tmp_path / "numbers.jsonl"
     arguments[name].write_text('{"text": 5}\n')
@@ -502,12 +493,8 @@ def test_a_mixture_is_split_the_same_way_every_time(files, load_data):
 
 def test_parts_of_splits(script):
     dataset = DatasetDict(train=Dataset.from_dict({"row": range(10)}), test=Dataset.from_dict({"row": range(10, 14)}))
-    parts = {
-        "train[:3]": [0, 1, 2],
-        "test[50%:]": [12, 13],
-        "train[8:]+test[:1]": [8, 9, 10],
-        "test": [*range(10, 14)],
-    }
+    parts = {"train[:3]": [0, 1, 2], "test[50%:]": [12, 13], "train[8:]+test[:1]": [8, 9, 10]}
+    parts["test"] = [10, 11, 12, 13]
     assert {part: script.rows_of(dataset, part)["row"][:] for part in parts} == parts
     streams = IterableDatasetDict(train=dataset["train"].to_iterable_dataset())
     for data, part in ((dataset, "valid[:3]"), (dataset, "train[:3"), (streams, "train[:3]")):
