@@ -213,7 +213,7 @@ class SampledVocabulary(NamedTuple):
 
     def of_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns the sampled logits `(..., S)` of `logits` `(..., draft_vocab_size)`."""
-        return logits.index_select(-1, self.tokens) + self.log_weights
+        return logits[..., self.tokens] + self.log_weights
 
 
 def draft_loss(draft: DraftModel, batch: TTTBatch, steps: int, **kwargs: Any) -> TTTOutput:
