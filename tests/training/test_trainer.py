@@ -550,6 +550,24 @@ def test_batches_are_not_copied_from_freed_memory(tmp_path, monkeypatch, device)
 
 
 @pytest.mark.parametrize(
+    "positions, arguments, length",
+    [
+        (512, {"bf16": True}, 64),
+        (96, {"bf16": True}, 32),  # a target without rotary positions would have no more
+        (512, {"bf16": True, "pad_to_multiple_of": 10}, 20),
+        (512, {}, 19),
+    ],
+)
+def test_lengths_of_rows_are_rounded_where_each_takes_time(tmp_path, tokenizer, positions, arguments, length):
+    """In bfloat16 on a CPU, torch compiles kernels for each new shape."""
+    target = make_target("llama")
+    target.config.max_position_embeddings = positions
+    trainer = make_trainer(tmp_path, tokenizer, target=target, use_cpu=True, **arguments)
+    batch = trainer.data_collator([{"input_ids": [5] * 19, "labels": [5] * 19}, {"input_ids": [6], "labels": [6]}])
+    assert batch["input_ids"].shape == batch["labels"].shape == (2, length)
+
+
+@pytest.mark.parametrize(
     "field, advice", [("target_logits", "a lower learning rate"), ("aux_hidden_states", "load the target in bfloat16")]
 )
 def test_a_loss_that_is_not_a_number_ends_training(tmp_path, tokenizer, field, advice):
