@@ -34,7 +34,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Qwen3Confi
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.baselines import DFlashConfig, DFlashForSpeculation
+from hf_eagle3.baselines import DFlashConfig, DFlashForSpeculation, block_tree
 from hf_eagle3.baselines.block_tree import grow_block_tree, grow_markov_tree
 from hf_eagle3.baselines.dflash import BlockProposer, spread_layer_ids
 from hf_eagle3.remote_code.modeling_eagle3 import Eagle3RotaryEmbedding
@@ -538,10 +538,14 @@ def test_what_knows_the_text_is_accepted(method, do_sample):
     assert draft.last_generation.acceptance_length > 2.5
 
 
-def test_a_draft_guesses_by_the_same_noise():
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_a_draft_guesses_by_the_same_noise(monkeypatch, method):
     """Of the target's own distribution, the most probable guess is the very sample."""
+    monkeypatch.setattr(block_tree, "NUM_CANDIDATES", 90)  # in another order than the vocabulary
     target, prompt = make_target("llama"), make_prompt(9)
-    draft = make_baseline("dflash", target)
+    draft = make_baseline(method, target)
+    if draft.markov_head is not None:
+        torch.nn.init.zeros_(draft.markov_head.markov_w2.weight)
     draft.generation_config.update(tree_policy="static", num_assistant_tokens=1, tree_depth=1)
     settings = {**SETTINGS, "do_sample": True, "temperature": 1.5, "max_new_tokens": 30}
     tokens = prompt

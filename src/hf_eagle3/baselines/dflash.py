@@ -210,9 +210,17 @@ class MarkovHead(nn.Module):
         """What `markov_w2` reads after `tokens` `(...)`: `(..., markov_rank)`."""
         return self.markov_w1(tokens.clamp(max=self.markov_w1.num_embeddings - 1))  # added to the target later
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Returns what `tokens` `(...)` add to the logits of the tokens after them, `(..., draft_vocab_size)`."""
-        return self.markov_w2(self.features(tokens))
+    def forward(self, tokens: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """
+        Returns what `tokens` `(...)` add to the logits of the tokens after them, `(..., draft_vocab_size)`, or with `ids` `(C,)`
+        of the draft vocabulary only to those, `(..., C)`.
+        """
+        features, matrix = self.features(tokens), self.markov_w2
+        if ids is None:
+            return matrix(features)
+        if type(matrix) is nn.Linear and type(matrix.weight) is nn.Parameter:
+            return F.linear(features, matrix.weight[ids])
+        return matrix(features)[..., ids]  # quantized, or with an adapter
 
 
 class DFlashForSpeculation(BaselineDraft):
