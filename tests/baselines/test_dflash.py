@@ -199,7 +199,7 @@ def test_the_original_length_beside_the_rotary_embedding(tmp_path, key, model_ty
     other = Qwen3RotaryEmbedding(Qwen3Config(rope_parameters=dict(yarn), **{name: config[name] for name in names}))
     assert not theirs.inv_freq.equal(other.inv_freq)
     config[key] = {**yarn, "original_max_position_embeddings": 128}
-    with pytest.raises(ValueError, match=f"is 64 in config.json, but 128 in `{key}`"):
+    with pytest.raises(ValueError, match="is 64 in config.json, but 128 in its"):
         AutoConfig.from_pretrained(write_checkpoint(tmp_path, config))
 
 
@@ -767,6 +767,7 @@ def test_how_many_states_are_spread(tmp_path, depth, count, num_states, expected
 def test_keys_of_training_and_of_the_target(tmp_path):
     """SpecForge's DTA is another training of the same network. NeMo Automodel copies the target's configuration."""
     config = {**ZLAB_CONFIG, **OF_TARGETS["qwen3_moe"], "decoder_sparse_step": 1, "num_context_layers": 2}
+    config["torch_dtype"] = "None"  # Model-Optimizer's
     config["dflash_config"] = {**config["dflash_config"], "training_mode": "vp_drafter", "prefix_weight_base": 0.9}
     assert type(AutoModel.from_pretrained(write_checkpoint(tmp_path, config))) is DFlashForSpeculation
 
@@ -892,7 +893,8 @@ def test_open_spec_config(tmp_path, first, windows):
         ({"open_spec_config_version": "1.0.0"}, {}, "version '1.0.0' of the Open Spec Config, for the method 'dflash'"),
         ({}, {"method": "eagle3"}, "for the method 'eagle3'"),
         ({"speculative_config": ["dflash"]}, {}, "for the method None"),
-        ({}, {"mask_token_id": None, "block_size": 4}, "lacks .'mask_token_id'., and has unknown keys: .'block_size'"),
+        ({}, {"mask_token_id": None}, "lacks .'mask_token_id'"),
+        ({}, {"block_size": 4}, "keys that DFlash does not have: .'block_size'"),
         ({}, {"target_layer_start_idx": 2}, "`target_layer_start_idx` is 2, but must be 0 or 1"),
         ({}, {"speculative_tokens": "7"}, "`speculative_tokens` is '7', but must be an integer"),
         ({}, {"speculative_tokens": 0}, "`block_size` is 1"),
@@ -982,21 +984,12 @@ def test_the_embedding_is_before_the_first_layer():
     assert DFlashConfig.from_dict(written).eagle_aux_hidden_state_layer_ids == [0, 2]
 
 
-def test_a_mask_that_the_target_does_not_embed(tmp_path):
-    target = make_target("llama")
-    draft = DFlashForSpeculation.from_target(target, mask_token_id=95)
-    target.model.embed_tokens.weight = torch.nn.Parameter(target.model.embed_tokens.weight[:90])
-    draft.config.verifier_fingerprint = None
-    with pytest.raises(ValueError, match="`mask_token_id` is 95, but LlamaForCausalLM embeds 90 tokens"):
-        target.generate(make_prompt(5), assistant_model=draft)
-
-
 @pytest.mark.parametrize(
     ("num_layers", "num_states", "expected"),
-    [(36, 5, [2, 10, 18, 26, 34]), (28, 1, [14]), (4, 5, [1, 2, 3]), (6, 3, [2, 3, 4]), (2, 5, [1]), (1, 2, [1])],
+    [(36, 5, [1, 9, 17, 25, 33]), (28, 1, [14]), (4, 5, [0, 1, 2]), (6, 3, [1, 2, 3]), (2, 5, [0]), (1, 2, [0])],
 )
 def test_which_states_a_fresh_draft_reads(num_layers, num_states, expected):
-    """Of 36 layers, those of z-lab/Qwen3-4B-DFlash-b16, which counts outputs: [1, 9, 17, 25, 33]."""
+    """Of 36 layers, those of z-lab/Qwen3-4B-DFlash-b16."""
     assert spread_layer_ids(num_layers, num_states) == expected
 
 

@@ -194,7 +194,7 @@ def test_only_candidates_are_corrected(monkeypatch):
 
 @pytest.mark.parametrize(("price", "expected"), [(0.1, [0, 1, 1, 1]), (100.0, [0, 1])])
 def test_levels_have_a_price(price, expected):
-    """Each one reads a large matrix."""
+    """They are drafted one by one."""
     logits = torch.zeros(1, 3, 4)
     logits[..., 1] = 9.0
     plan = Plan("draft", 3, 6, 2, Prices(price, [0.5 * num for num in range(7)], [True]))
