@@ -17,7 +17,7 @@ from block_checkpoints import (
 from conftest import assert_same_text, features_of, generate, make_baseline, make_batch, make_prompt, make_target
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, BitsAndBytesConfig
 
 from hf_eagle3.baselines import DFlashConfig, DFlashForSpeculation, block_tree
 from hf_eagle3.baselines.block_tree import grow_markov_tree
@@ -201,6 +201,21 @@ def test_levels_have_a_price(price, expected):
     tree = grow_markov_tree(torch.tensor([[0]]), logits, lambda tokens, ids: torch.zeros(1, 1, 4), None, plan)
     assert tree.tokens.tolist() == [expected]
     assert not make_baseline("dspark", make_target("llama")).drafts_in_one_pass
+
+
+@torch.no_grad()
+def test_quantized_weights(tmp_path):
+    """They can be saved, and loaded again."""
+    pytest.importorskip("bitsandbytes")
+    target = make_target("llama")
+    make_baseline("dspark", target).save_pretrained(tmp_path / "draft")
+    quantized = AutoModel.from_pretrained(
+        tmp_path / "draft", quantization_config=BitsAndBytesConfig(load_in_8bit=True)
+    )
+    quantized.save_pretrained(tmp_path / "saved")
+    loaded = AutoModel.from_pretrained(tmp_path / "saved").eval()
+    assert loaded.is_quantized and loaded.fc.weight.equal(quantized.fc.weight)
+    assert assert_same_text(target, loaded, make_batch([9, 5])).drafted_lengths
 
 
 def test_another_vocabulary_begins_anew():

@@ -134,6 +134,8 @@ def of_zlab(content: dict[str, Any]) -> dict[str, Any]:
             )
         layer_config |= {"sliding_window": window, "use_sliding_window": True}
     fields = {key: placed[key] for key in (*BLOCK_KEYS, *OUR_KEYS, *OTHER_KEYS) if key in placed}
+    if {"config_digest", "quantization_config"} <= content.keys():  # others may have copied it from their target
+        fields["quantization_config"] = content["quantization_config"]
     fields |= {key: float(fields[key]) for key in FACTORS if key in fields}
     if fields.get("final_logit_softcapping") == 0:  # off
         del fields["final_logit_softcapping"]
@@ -340,7 +342,7 @@ def flat_form(fields: dict[str, Any]) -> dict[str, Any]:
     top level.
     """
     fields = {**fields, "follows_speculators": fields.get("follows_speculators") or None}  # only where it is so
-    others = (*TOKEN_KEYS, *OUR_KEYS, "dtype", "transformers_version", "is_causal")
+    others = (*TOKEN_KEYS, *OUR_KEYS, "dtype", "transformers_version", "is_causal", "quantization_config")
     verifier = ((fields.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
     of_block = {key: fields[key] for key in BLOCK_KEYS if fields.get(key) is not None}
     of_block["target_layer_ids"] = [id_ - 1 for id_ in fields["eagle_aux_hidden_state_layer_ids"]]

@@ -122,10 +122,12 @@ def check_saving(draft: "DraftModel", folder: str | Path, is_main_process: bool)
     if draft.get_output_embeddings().out_features == 0 and not draft._keys_to_ignore_on_save:  # of block drafts
         raise ValueError("This draft stores no head and uses its target's. Call `draft.pair_with(target)` first.")
     quantization = getattr(draft.config, "quantization_config", None)
-    if draft.d2t is not None and getattr(quantization, "quant_method", None) == "torchao":
-        raise ValueError(  # torchao 0.18 reads no names without a dot, such as `d2t`
-            "torchao could not load this draft again, because its vocabulary is smaller than the target's. Save it before it is "
-            "quantized, and quantize it when you load it (`quantization_config`)."
+    # torchao 0.18 reads no names without a dot, such as `d2t`. Block drafts are known by the names of their tensors, which it changes.
+    is_unreadable = draft.d2t is not None or draft.config.model_type == "dflash"
+    if is_unreadable and getattr(quantization, "quant_method", None) == "torchao":
+        raise ValueError(
+            "This draft could not be loaded again, because torchao changes the names of tensors that the reader needs. Save it before "
+            "it is quantized, and quantize it when you load it (`quantization_config`)."
         )
     try:
         type(draft.config).from_dict(draft.config.to_diff_dict())
