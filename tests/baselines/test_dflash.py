@@ -616,8 +616,10 @@ def test_what_is_saved_is_the_layout_that_was_read(tmp_path, kind):
         AutoModel.from_pretrained(tmp_path / "saved")
 
 
-def test_weights_of_an_earlier_draft_do_not_stay(tmp_path):
-    """Neither a file beside shards, nor an index beside a file."""
+def test_files_of_an_earlier_draft_do_not_stay(tmp_path):
+    """Neither a file beside shards, nor an index beside a file, nor code of older versions."""
+    (tmp_path / "slots_eagle3.py").write_text("# SPDX-License-Identifier: Apache-2.0\n")
+    (tmp_path / "my_eagle3.py").write_text("# mine\n")
     target = make_target("llama")
     draft = make_baseline("dflash", target)
     for size in ("50GB", "20KB", "50GB"):
@@ -626,6 +628,7 @@ def test_weights_of_an_earlier_draft_do_not_stay(tmp_path):
         assert torch.equal(AutoModel.from_pretrained(tmp_path).fc.weight, draft.fc.weight)
         assert (tmp_path / "model.safetensors").exists() == (size == "50GB")
         assert (tmp_path / "model.safetensors.index.json").exists() == (size != "50GB")
+    assert [path.name for path in tmp_path.glob("*.py")] == ["my_eagle3.py"]
 
 
 def test_a_draft_that_could_not_be_loaded_again_is_not_saved(tmp_path):

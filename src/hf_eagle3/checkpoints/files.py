@@ -159,11 +159,16 @@ def check_folder(folder: str | Path, is_adapter: bool = False) -> None:
         )
 
 
-def remove_stale_weights(folder: str | Path, variant: str | None = None) -> None:
+def remove_stale_files(folder: str | Path, variant: str | None = None) -> None:
     """
-    Removes what an earlier draft left beside one that was just saved: a single file beside shards, or the index of shards that
-    are gone. transformers leaves both, and readers would take the single file, and vLLM the index.
+    Removes what an earlier draft left beside one that was just saved: code files that this version does not have, and a single file
+    beside shards, or the index of shards that are gone. transformers leaves both, and readers would take the single file, and vLLM
+    the index.
     """
+    ours = Path(__file__).parents[1] / "remote_code"
+    for path in Path(folder).glob("*_eagle3.py"):
+        if not (ours / path.name).exists() and path.read_bytes().startswith(b"# SPDX-License-Identifier: "):
+            path.unlink()
     single, index = (Path(folder, with_variant(name, variant)) for name in WEIGHT_FILES[:2])
     if single.exists() and index.exists():
         has_shards = all(Path(folder, name).exists() for name in read_index(index).values())
