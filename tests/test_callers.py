@@ -968,6 +968,7 @@ def test_threads(target, cache):
 def test_statistics_of_another_thread(target, draft):
     """As when text is streamed: one thread generates, another one asks."""
     fresh = copy.deepcopy(draft)
+    target.generate(make_prompt(5), assistant_model=fresh, num_beams=2, max_new_tokens=2)  # which does not use it
     assert fresh.last_generation is None
     thread = threading.Thread(target=lambda: target.generate(make_prompt(5), assistant_model=fresh, **SETTINGS))
     thread.start()
