@@ -70,8 +70,8 @@ def grow_markov_tree(
     without another pass of the draft's layers: see [`~tree_eagle3.grow_tree`], also for `threshold`, `power` and `guess`.
 
     Only the [`NUM_CANDIDATES`] most probable tokens of a level, before their correction, are corrected and proposed. Their
-    probabilities are taken to add up to 1. The paper corrects the whole vocabulary for each parent, which takes far longer on a CPU
-    and seldom leads to another tree.
+    probabilities are taken to add up to 1. The paper corrects the whole vocabulary for each parent, which takes far longer on a CPU.
+    With a small target as much was accepted.
     """
     num = min(NUM_CANDIDATES * len(logits), logits.shape[-1])
     candidates: list[torch.Tensor] = []  # (C,) of each level, by the target's ids. Rows share them
