@@ -452,9 +452,14 @@ def test_an_optimizer_of_the_caller_s(tmp_path, tokenizer, is_class):
 
 def test_the_record_has_the_token_that_ends_texts(tmp_path, tokenizer):
     """It is a part of the data, unlike padding."""
-    trainer = make_trainer(tmp_path, copy.deepcopy(tokenizer), eos_token=tokenizer.bos_token)
+
+    def make(**kwargs):  # `make_trainer` passes a copy
+        return Eagle3Trainer(**{**kwargs, "processing_class": tokenizer})
+
+    trainer = make_trainer(tmp_path, tokenizer, eos_token=tokenizer.bos_token, trainer_class=make)
     arguments = training_record(trainer)["arguments"]
     assert arguments["eos_token"] == tokenizer.bos_token and "pad_token" not in arguments
+    assert tokenizer.eos_token != tokenizer.bos_token  # another trainer may get it
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

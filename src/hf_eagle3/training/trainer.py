@@ -119,6 +119,8 @@ class Eagle3Trainer(DraftSavingTrainer):
         check_output_folder(args.output_dir, target_name, peft_config is not None or isinstance(model, PeftModel))
         assert not isinstance(args.target_model_init_kwargs, str)  # the arguments check it
         with_images = any(map(shows_images, all_datasets(kwargs.get("train_dataset"), kwargs.get("eval_dataset"))))
+        if args.chat_template_path is not None or args.eos_token is not None:  # the caller's stays as it is
+            kwargs["processing_class"] = copy.deepcopy(kwargs.get("processing_class"))
         target_model, tokenizer, processor = load_target(
             target_model,
             args.target_model_init_kwargs,
