@@ -121,8 +121,6 @@ def test_a_block_draft_is_measured_by_its_name(pairing, tmp_path, run_script):
     assert [row["method"] for row in rows] == ["plain", "prompt-lookup", "jetspec"]
     result = run_script(*command, "--methods", "plain", "eagle3")
     assert result.returncode == 1 and "['eagle3'], but" in result.stderr and "['jetspec']" in result.stderr
-    result = run_script(*command, "--profile")
-    assert result.returncode == 1 and "an EAGLE-3 draft only" in result.stderr
 
 
 def test_an_adapter_is_loaded_with_its_draft(tmp_path):
