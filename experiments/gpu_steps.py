@@ -14,12 +14,12 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from step_profile import format_profile, profile_steps
 from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, DynamicCache
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.evaluation.benchmark import synchronize
 from hf_eagle3.evaluation.memory import peak_memory, reset_peak_memory
-from hf_eagle3.evaluation.profile import format_profile, profile_steps
 from hf_eagle3.remote_code import attention_eagle3
 from hf_eagle3.remote_code.policy_eagle3 import StaticPolicy
 from hf_eagle3.remote_code.tree_eagle3 import Plan

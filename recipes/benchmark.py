@@ -18,11 +18,7 @@ Compares plain generation, a draft, and transformers' other ways to speed up gen
 A task that cannot be reached is left out and reported.
 
 `--json` keeps the results. After an interruption, the same command continues. `--plots FOLDER` draws the results, and
-`--markdown FILE` writes the table. To compare two runs without measuring anything:
-
-    python recipes/benchmark.py --compare before.jsonl after.jsonl
-
-`--profile` times the parts of a step. On an accelerator each part ends with a sync, so a step takes longer than usual.
+`--markdown FILE` writes the table.
 """
 
 import hashlib
@@ -50,14 +46,12 @@ from hf_eagle3.environment import (
     place_of_draft,
     positive_integer,
     run_script,
-    usable_device,
     what_differs,
 )
 from hf_eagle3.evaluation import (
     METHODS,
     BenchmarkResults,
     BenchmarkRow,
-    compare,
     format_table,
     load_prompts,
     plot_all,
@@ -66,7 +60,6 @@ from hf_eagle3.evaluation import (
 )
 from hf_eagle3.evaluation.benchmark import IN_BATCHES, check_batches
 from hf_eagle3.evaluation.drafts import load_draft, method_of, sampled_digest
-from hf_eagle3.evaluation.profile import format_profile, profile_steps
 from hf_eagle3.evaluation.results import OTHER_DRAFTS, OURS
 from hf_eagle3.evaluation.tasks import OFFLINE, expand, task_name
 from hf_eagle3.files import write_atomically
@@ -79,12 +72,12 @@ from hf_eagle3.training.models import load_processing_class
 # Rows of experiments/paper_table.py. As drafts of their own, these run as `eagle3`.
 PAPER_ROWS = ("p-eagle", "eagle3-classic")
 # Arguments that do not change a measurement.
-NOT_MEASURED = ("json", "plots", "markdown", "compare", "profile", "show_text", "trust_remote_code")
+NOT_MEASURED = ("json", "plots", "markdown", "show_text", "trust_remote_code")
 
 
 def parse_arguments():
     parser = ScriptParser(description=__doc__)
-    parser.add_argument("--target", type=folder_or_hub_id, help="Target: a folder or a Hub id")
+    parser.add_argument("--target", type=folder_or_hub_id, required=True, help="Target: a folder or a Hub id")
     parser.add_argument("--draft", type=folder_or_hub_id, help="Draft: a folder or a Hub id")
     add_place_of_draft(parser)
     parser.add_argument("--trust_remote_code", action="store_true", help="Run code from the target's repo")
@@ -132,7 +125,7 @@ def parse_arguments():
     )
     add_quantization(parser)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", type=usable_device, default=device, help="By default a GPU, if there is one")
+    parser.add_argument("--device", default=device, help="By default a GPU, if there is one")
     for name, default in DEFAULT_TREE_SETTINGS.items():
         choices = ("auto", "static") if name == "tree_policy" else None
         parser.add_argument(f"--{name}", type=type(default), choices=choices, help="Overrides the draft's own setting")
@@ -146,18 +139,14 @@ def parse_arguments():
     parser.add_argument("--json", help="JSON Lines file to keep the results in")
     parser.add_argument("--plots", metavar="FOLDER", help="Where to save plots")
     parser.add_argument("--markdown", metavar="FILE", help="Where to save the table")
-    parser.add_argument("--compare", nargs=2, metavar=("BEFORE", "AFTER"), help="Only compare two files of results")
-    parser.add_argument("--profile", action="store_true", help="Also time the parts of a step, at each temperature")
     parser.add_argument("--show_text", action="store_true", help="Also print the text after the first prompt, at T=0")
     args = parser.parse_args()
     if not isinstance(args.chat_template_kwargs, dict | None):
         parser.error(f"--chat_template_kwargs is {args.chat_template_kwargs}, but must be a JSON object")
-    if args.compare is None and args.target is None:
-        parser.error("--target is missing")
     if args.draft is None and (drafted := {*OURS, *OTHER_DRAFTS}.intersection(args.methods or ())):
         parser.error(f"--methods has {sorted(drafted)}: pass --draft")
-    if (args.profile or args.show_text) and args.draft is None:
-        parser.error("--profile and --show_text are about a draft: pass --draft")
+    if args.show_text and args.draft is None:
+        parser.error("--show_text is about a draft: pass --draft")
     if args.compile and args.cache_implementation != "static":
         parser.error("--compile needs --cache_implementation static")
     expand(args.tasks)  # before anything is loaded
@@ -168,10 +157,6 @@ def methods_of(args, draft) -> tuple[list[str], dict]:
     """Returns the methods to measure, and the draft by each method that can run it."""
     methods, kind = args.methods, None if draft is None else method_of(draft)
     drafts = {} if draft is None else dict.fromkeys(OURS if kind == "eagle3" else (kind,), draft)
-    if args.profile and kind != "eagle3":
-        raise SystemExit(
-            f"--profile knows the parts of an EAGLE-3 draft only, and {args.draft} is of {kind}. Leave it out."
-        )
     if methods is None:
         methods = ["plain", "prompt-lookup"] if 1 in args.batch_sizes else ["plain"]
         methods += ["assistant"] if args.assistant else []
@@ -333,15 +318,6 @@ def print_report(args, results: BenchmarkResults, dtype: torch.dtype) -> None:
         print(f"{measured}, because transformers takes one sequence at a time: {', '.join(alone)}.")
 
 
-def print_profiles(args, target, draft, task: str, prompts: list, sampling: dict) -> None:
-    """Prints where the time of a step goes, at each temperature."""
-    prompts = [prompt for prompt in prompts if not isinstance(prompt, dict)]  # texts alone
-    for temperature in args.temperatures if prompts else ():
-        mode = call_arguments(args) | (sampling if temperature else {})
-        print(f"\nA step with {task} at T={temperature:g}, one text at a time:\n")
-        print(format_profile(profile_steps(target, draft, prompts, args.max_new_tokens, temperature, **mode)))
-
-
 def print_text(args, target, tokenizer, draft, prompt, images) -> None:
     """Prints what the target writes after a prompt, with the draft and without it."""
     inputs = padded_inputs(target, tokenizer, [prompt], images)
@@ -361,10 +337,6 @@ def print_text(args, target, tokenizer, draft, prompt, images) -> None:
 
 def main():
     args = parse_arguments()
-    if args.compare:
-        print(compare(*map(BenchmarkResults.read, args.compare)))
-        return
-
     tokenizer = load_tokenizer(args.target, trust_remote_code=args.trust_remote_code)
     if args.chat_template_path is not None:
         tokenizer.chat_template = read_template(args.chat_template_path)
@@ -421,8 +393,6 @@ def main():
         print(f"Wrote {', '.join(map(str, plot_all(results, args.plots)))}")
     if args.show_text:
         print_text(args, target, tokenizer, draft, next(iter(tasks.values()))[0], images)
-    if args.profile:
-        print_profiles(args, target, draft, *next(iter(tasks.items())), sampling)
 
 
 if __name__ == "__main__":

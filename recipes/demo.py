@@ -6,8 +6,7 @@ Opens a page that compares the same prompt without and with a draft, and shows w
 
     python recipes/demo.py --target Qwen/Qwen3-8B --draft RedHatAI/Qwen3-8B-speculator.eagle3
 
-`--push_to me/eagle3-demo` makes it a Space on the Hub instead. The environment variables `GRADIO_SERVER_NAME` and
-`GRADIO_SERVER_PORT` set the page's address.
+The environment variables `GRADIO_SERVER_NAME` and `GRADIO_SERVER_PORT` set the page's address.
 """
 
 import copy
@@ -17,17 +16,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from html import escape
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
-from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, SpaceCardData
-from huggingface_hub.errors import RepositoryNotFoundError
 from transformers import BatchEncoding, set_seed
 from transformers.generation.streamers import BaseStreamer
 
 from hf_eagle3 import Eagle3GenerationStats, Eagle3Step
-from hf_eagle3.checkpoints.files import full_name
 from hf_eagle3.checkpoints.target import load_on_device
 from hf_eagle3.drawing import NUM_DEPTHS, color, decode, describe_origin, describe_step, tree_svg
 from hf_eagle3.environment import (
@@ -35,12 +29,10 @@ from hf_eagle3.environment import (
     ScriptParser,
     add_place_of_draft,
     folder_or_hub_id,
-    is_path,
     machine_name,
     place_of_draft,
     public_name,
     run_script,
-    usable_device,
 )
 from hf_eagle3.evaluation.drafts import load_draft
 from hf_eagle3.remote_code.configuration_eagle3 import tree_settings
@@ -48,7 +40,6 @@ from hf_eagle3.tokenizer import PromptEncoder, load_tokenizer
 
 
 SECONDS_PER_FRAME = 0.1
-NEEDS_GRADIO = "The page needs gradio: pip install 'gradio>=6'"
 
 
 # What is compared.
@@ -305,7 +296,7 @@ def import_gradio():
     try:
         import gradio
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{NEEDS_GRADIO} ({error})") from error
+        raise ModuleNotFoundError(f"The page needs gradio: pip install 'gradio>=6' ({error})") from error
     return gradio
 
 
@@ -386,82 +377,6 @@ def make_app(comparison: Comparison):
     return app
 
 
-# The Space: this file, and one that opens its page.
-
-APP = '''"""The same prompt without and with a draft: see demo.py."""
-
-from demo import Comparison, make_app
-
-
-app = make_app(Comparison.from_pretrained({arguments}))
-
-if __name__ == "__main__":
-    app.launch()
-'''
-CARD = """---
-{metadata}
----
-
-The same prompt without and with the draft [{draft}](https://huggingface.co/{draft}) of
-[{target}](https://huggingface.co/{target}): the texts side by side, how fast each is written, where each token came
-from, and the tree of each step.
-"""
-
-
-def push_space(
-    repo_id: str, target: str, draft: str, package: str, private: bool | None = None, **settings: str
-) -> CommitInfo:
-    """
-    Makes the page a Space on the Hub, in one commit. `package` is the line of its requirements.txt, and `settings` are more
-    arguments of [`Comparison.from_pretrained`].
-
-    Raises:
-        ValueError: if target or draft are not on the Hub, or the Space has another page.
-        ModuleNotFoundError: if gradio is not installed. The Space gets the installed version.
-    """
-    for name in (target, draft):
-        if is_path(name) or name.count("/") != 1:
-            raise ValueError(
-                f"{name} is no id of the Hub. Push it first (a draft by `recipes/push.py`), and pass `<owner>/<name>`."
-            )
-    try:
-        gradio_version = version("gradio")
-    except PackageNotFoundError as error:
-        raise ModuleNotFoundError(NEEDS_GRADIO) from error
-    api = HfApi()
-    for name, revision in ((target, None), (draft, settings.get("revision"))):
-        api.model_info(name, revision=revision)
-    repo_id = full_name(repo_id, None)
-    try:
-        held = set(api.list_repo_files(repo_id, repo_type="space"))
-    except RepositoryNotFoundError:
-        held = set()
-    if "demo.py" not in held and held - {".gitattributes", "README.md"}:  # which a new Space has
-        raise ValueError(f"The Space {repo_id} has another page, which would be replaced. Choose another name.")
-    card = SpaceCardData(
-        title=repo_id.split("/")[-1],
-        sdk="gradio",
-        sdk_version=gradio_version,
-        app_file="app.py",
-        models=[target, draft],
-        tags=["speculative-decoding"],
-    )
-    arguments = [repr(target), repr(draft), *(f"{name}={value!r}" for name, value in settings.items())]
-    files = {
-        "app.py": APP.format(arguments=", ".join(arguments)),
-        "demo.py": Path(__file__).read_text(encoding="utf-8"),
-        "requirements.txt": package + "\n",
-        "README.md": CARD.format(metadata=card.to_yaml(), target=target, draft=draft),
-    }
-    repo_id = api.create_repo(repo_id, repo_type="space", space_sdk="gradio", exist_ok=True, private=private).repo_id
-    return api.create_commit(
-        repo_id,
-        [CommitOperationAdd(name, content.encode()) for name, content in files.items()],
-        commit_message="Show what the draft does",
-        repo_type="space",
-    )
-
-
 def main():
     parser = ScriptParser(description=__doc__)
     parser.add_argument("--target", type=folder_or_hub_id, required=True, help="Folder or Hub id")
@@ -470,16 +385,8 @@ def main():
     parser.add_argument(
         "--dtype", choices=DTYPES, default="auto", help="Dtype of target and draft; float32 for identical texts"
     )
-    parser.add_argument("--device", type=usable_device, help="By default a GPU, if there is one")
-    parser.add_argument("--push_to", metavar="OWNER/NAME", help="Make it a Space on the Hub, and open nothing")
-    parser.add_argument("--private", action="store_true", help="Make a new Space private")
-    parser.add_argument("--package", default="hf-eagle3[demo]", help="What the Space installs, such as a git URL")
+    parser.add_argument("--device", help="By default a GPU, if there is one")
     args = parser.parse_args()
-    if args.push_to:
-        settings = {"dtype": args.dtype, **place_of_draft(args)}
-        commit = push_space(args.push_to, args.target, args.draft, args.package, args.private or None, **settings)
-        print(f"Pushed: {commit.commit_url}")
-        return
     import_gradio()  # Fails before models are loaded.
     comparison = Comparison.from_pretrained(args.target, args.draft, args.dtype, args.device, **place_of_draft(args))
     make_app(comparison).launch()

@@ -19,12 +19,10 @@ A second run with the same settings reuses the models of the first.
 
 import argparse
 import json
-import os
 import shlex
 import shutil
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -169,22 +167,6 @@ def train_draft(folder: Path, target, tokenizer, dataset: Dataset, args) -> None
     draft = trainer.draft.to(target.dtype)
     command = shlex.join(["python", "recipes/quickstart.py", *map(public_name, sys.argv[1:])])
     save(folder, draft, training=training_record(trainer, draft.state_dict()) | {"command": command})
-
-
-def faster_number_of_threads(seconds: float = 1.0) -> int:
-    """All threads, or one where others use the cores: what multiplies more matrices in a moment."""
-
-    def products_by(num_threads: int) -> int:
-        torch.set_num_threads(num_threads)
-        number, start = 0, time.monotonic()
-        while time.monotonic() - start < seconds:
-            matrix @ matrix
-            number += 1
-        return number
-
-    matrix, most = torch.randn(512, 512), torch.get_num_threads()
-    numbers = {num_threads: products_by(num_threads) for num_threads in {1, most}}
-    return max(numbers, key=numbers.get)
 
 
 def save(folder: Path, *objects, training: dict | None = None) -> None:
@@ -376,10 +358,6 @@ def main():
     arguments = {name: value for name, value in vars(args).items() if name not in NOT_TRAINED}
     check_arguments(arguments_file, arguments)
     set_seed(args.seed)
-    if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(faster_number_of_threads())
-        os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # of the process that generates
-        print(f"Number of threads: {torch.get_num_threads()}.", flush=True)
     if args.dataset is None:
         documents, held_out = standard_library(NUM_PROMPTS)
         dataset = Dataset.from_dict({"text": documents})

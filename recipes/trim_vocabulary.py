@@ -88,9 +88,11 @@ def main():
     draft.save_pretrained(args.output_dir)
     if record is not None:
         write_record(record, Path(args.output_dir), draft, args.draft_vocab_size)
+    shares = (coverage(counts, each) for each in (kept, known))
+    after, before = ("all" if share == 1 else f"{min(share, 0.9999):.2%}" for share in shares)  # not a rounded 100.00%
     print(
-        f"Wrote {args.output_dir}: {len(kept)} of {size} tokens, which make up {coverage(counts, kept):.2%} of the {counts.sum()} "
-        f"tokens that count ({coverage(counts, known):.2%} before). Measure both drafts by recipes/benchmark.py."
+        f"Wrote {args.output_dir}: {len(kept)} of {size} tokens, which make up {after} of the {counts.sum()} tokens that count "
+        f"({before} before). Measure both drafts by recipes/benchmark.py."
     )
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import logging
 import threading
 from contextlib import nullcontext
 
@@ -55,20 +54,6 @@ def test_calls_are_assisted_within_it_and_not_after(pair):
         raise KeyboardInterrupt
     assert num_forwards(target, lambda: target.generate(prompt, **SETTINGS))[1] == plain
     assert vars(target).keys() == attributes.keys() and "generate" not in vars(target)
-
-
-def test_a_context_that_is_not_entered(pair, caplog):
-    target, draft, _ = pair
-    with caplog.at_level(logging.WARNING):
-        with assist(target, draft):
-            pass
-        context = assist(target, draft)
-        with context:
-            pass
-        del context
-        assert "alone does nothing" not in caplog.text
-        assist(target, draft)
-    assert "`assist(...)` alone does nothing" in caplog.text
 
 
 def test_what_is_no_draft(pair):

@@ -154,7 +154,7 @@ def test_saving_what_torchao_quantized(target, tmp_path, draft_token_ids):
     Eagle3ForSpeculation.from_target(target, draft_token_ids=draft_token_ids).save_pretrained(tmp_path / "draft")
     quantized = Eagle3ForSpeculation.from_pretrained(tmp_path / "draft", quantization_config=config)
     refusal = (
-        nullcontext() if draft_token_ids is None else pytest.raises(ValueError, match="torchao could not load this")
+        nullcontext() if draft_token_ids is None else pytest.raises(ValueError, match="torchao changes the names")
     )
     with refusal:
         quantized.save_pretrained(tmp_path / "saved")
@@ -968,6 +968,7 @@ def test_threads(target, cache):
 def test_statistics_of_another_thread(target, draft):
     """As when text is streamed: one thread generates, another one asks."""
     fresh = copy.deepcopy(draft)
+    target.generate(make_prompt(5), assistant_model=fresh, num_beams=2, max_new_tokens=2)  # which does not use it
     assert fresh.last_generation is None
     thread = threading.Thread(target=lambda: target.generate(make_prompt(5), assistant_model=fresh, **SETTINGS))
     thread.start()

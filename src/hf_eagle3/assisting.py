@@ -3,10 +3,9 @@
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StaticCache
@@ -24,7 +23,6 @@ from .remote_code.target_eagle3 import check_given_cache, check_target
 if TYPE_CHECKING:
     from .remote_code.assistant_eagle3 import AssistantMixin
 
-P = ParamSpec("P")
 # For each target the drafts of the open contexts, the innermost last, and whether `generate` was called in them.
 _DRAFTS: "weakref.WeakKeyDictionary[PreTrainedModel, dict[threading.Event, AssistantMixin]]" = (
     weakref.WeakKeyDictionary()
@@ -43,25 +41,7 @@ OTHER_DECODING = (
 )
 
 
-def context_manager(function: Callable[P, Iterator[None]]) -> Callable[P, AbstractContextManager[None]]:
-    """`contextlib.contextmanager` for contexts that do nothing alone: warns if one is never entered."""
-
-    @wraps(function)
-    def make(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[None]:
-        made = contextmanager(function)(*args, **kwargs)
-        weakref.finalize(made, warn_if_unused, function.__name__, made.gen).atexit = False
-        return made
-
-    return make
-
-
-def warn_if_unused(name: str, generator: Generator) -> None:
-    """Warns if a context of the function with this name was never entered: its generator has not begun."""
-    if inspect.getgeneratorstate(generator) == inspect.GEN_CREATED:
-        logger.warning(f"`{name}(...)` alone does nothing. Write `with {name}(...):` around the calls.")
-
-
-@context_manager
+@contextmanager
 def assist(target: PreTrainedModel, draft: "AssistantMixin") -> Iterator[None]:
     """
     Assists every call of `target.generate` inside the context with a draft. It does not matter who makes the call, or in

@@ -17,9 +17,9 @@ from block_checkpoints import (
 from conftest import assert_same_text, features_of, generate, make_baseline, make_batch, make_prompt, make_target
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, BitsAndBytesConfig
 
-from hf_eagle3.baselines import DFlashConfig, DFlashForSpeculation
+from hf_eagle3.baselines import DFlashConfig, DFlashForSpeculation, block_tree
 from hf_eagle3.baselines.block_tree import grow_markov_tree
 from hf_eagle3.evaluation.drafts import load_draft, method_of
 from hf_eagle3.remote_code.tree_eagle3 import Plan, Prices
@@ -165,7 +165,7 @@ def test_a_tree_has_the_probabilities_of_its_paths():
     generator = torch.Generator().manual_seed(0)
     logits, bias = torch.randn(2, 4, 12, generator=generator), 3 * torch.randn(12, 12, generator=generator)
     roots = torch.tensor([[3], [7]])
-    tree = grow_markov_tree(roots, logits, lambda tokens: bias[tokens], None, Plan("draft", 9, 30, 3))
+    tree = grow_markov_tree(roots, logits, lambda tokens, ids: bias[tokens][..., ids], None, Plan("draft", 9, 30, 3))
     assert int(tree.depths.max()) == 4 and tree.confidences is not None
     for row in range(2):
         nodes = list(zip(tree.tokens[row].tolist(), tree.parents[row].tolist(), tree.depths[row].tolist()))
@@ -175,15 +175,47 @@ def test_a_tree_has_the_probabilities_of_its_paths():
             torch.testing.assert_close(tree.confidences[row, node], expected)
 
 
+def test_only_candidates_are_corrected(monkeypatch):
+    """They are the most probable tokens of a level before that. The rows of a batch share them."""
+    generator, roots, token_ids = torch.Generator().manual_seed(0), torch.tensor([[3], [7]]), torch.arange(1, 37, 3)
+    logits, bias = torch.randn(2, 4, 12, generator=generator), 3 * torch.randn(40, 12, generator=generator)
+    candidates = logits.log_softmax(-1).amax(0, keepdim=True).topk(6).indices.expand(2, -1, -1)
+    others_are_impossible = torch.full_like(logits, -torch.inf).scatter(-1, candidates, logits.gather(-1, candidates))
+    trees = []
+    for num, each in ((12, others_are_impossible), (3, logits), (12, logits)):
+        monkeypatch.setattr(block_tree, "NUM_CANDIDATES", num)
+        bias_of, plan = lambda tokens, ids: bias[tokens][..., ids], Plan("draft", 9, 20, 3)
+        trees.append(grow_markov_tree(roots, each, bias_of, token_ids, plan))
+    expected, tree, whole = trees
+    assert tree.tokens.equal(expected.tokens) and tree.parents.equal(expected.parents)
+    assert not tree.tokens.equal(whole.tokens)
+    torch.testing.assert_close(tree.confidences, expected.confidences)
+
+
 @pytest.mark.parametrize(("price", "expected"), [(0.1, [0, 1, 1, 1]), (100.0, [0, 1])])
 def test_levels_have_a_price(price, expected):
-    """Each one reads a large matrix."""
+    """They are drafted one by one."""
     logits = torch.zeros(1, 3, 4)
     logits[..., 1] = 9.0
     plan = Plan("draft", 3, 6, 2, Prices(price, [0.5 * num for num in range(7)], [True]))
-    tree = grow_markov_tree(torch.tensor([[0]]), logits, lambda tokens: torch.zeros(1, 1, 4), None, plan)
+    tree = grow_markov_tree(torch.tensor([[0]]), logits, lambda tokens, ids: torch.zeros(1, 1, 4), None, plan)
     assert tree.tokens.tolist() == [expected]
     assert not make_baseline("dspark", make_target("llama")).drafts_in_one_pass
+
+
+@torch.no_grad()
+def test_quantized_weights(tmp_path):
+    """They can be saved, and loaded again."""
+    pytest.importorskip("bitsandbytes")
+    target = make_target("llama")
+    make_baseline("dspark", target).save_pretrained(tmp_path / "draft")
+    quantized = AutoModel.from_pretrained(
+        tmp_path / "draft", quantization_config=BitsAndBytesConfig(load_in_8bit=True)
+    )
+    quantized.save_pretrained(tmp_path / "saved")
+    loaded = AutoModel.from_pretrained(tmp_path / "saved").eval()
+    assert loaded.is_quantized and loaded.fc.weight.equal(quantized.fc.weight)
+    assert assert_same_text(target, loaded, make_batch([9, 5])).drafted_lengths
 
 
 def test_another_vocabulary_begins_anew():
@@ -287,7 +319,7 @@ def test_dflash_of_deepspec(tmp_path):
         ({"markov_rank": None}, "`markov_rank` of this DSpark draft is None"),
         ({"markov_rank": -1}, "`markov_rank` is -1"),
         *(({"markov_head_type": kind}, f"Markov head of the type '{kind}'") for kind in ("gated", "rnn")),
-        ({"sample_from_anchor": 1}, "`sample_from_anchor` is 1, but must be true or false"),
+        ({"sample_from_anchor": 2}, "`sample_from_anchor` is 2, but must be true or false"),
         ({"dspark_bonus_anchor": "no"}, "`dspark_bonus_anchor` is 'no', but must be true or false"),
         (
             {"dspark_bonus_anchor": True, "sample_from_anchor": True},

@@ -770,7 +770,7 @@ def test_layer_ids_that_sglang_reads(tmp_path, family, ids, written):
 
 def test_the_norm_of_later_layers_that_sglang_reads(tmp_path, target):
     """SGLang calls it `hidden_norm`. It would skip `input_layernorm`, and normalize by ones."""
-    draft = make_reference(target, num_hidden_layers=3)
+    draft = make_reference(target, num_hidden_layers=3, norm_before_fc=True)
     export(draft, tmp_path / "other", "sglang")
     tensors = load_file(tmp_path / "other" / "model.safetensors")
     for i in (1, 2):
@@ -780,6 +780,10 @@ def test_the_norm_of_later_layers_that_sglang_reads(tmp_path, target):
     assert info["ignored"] == ["layers.1.hidden_norm.weight", "layers.2.hidden_norm.weight"]
     assert_same(back, draft, target)
     config = json.loads((tmp_path / "other" / "config.json").read_text())
+    assert (
+        config["num_hidden_layers"] == 3
+        and config["norm_before_fc"] is config["eagle_config"]["norm_before_fc"] is True
+    )
     alone = {name: weight for name, weight in tensors.items() if name != "layers.2.input_layernorm.weight"}
     assert_same(load(tmp_path / "alone", config, alone), draft, target)
     with pytest.raises(ValueError, match="layers.2.hidden_norm.weight and layers.2.input_layernorm.weight differ"):

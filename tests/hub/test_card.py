@@ -200,6 +200,13 @@ def test_the_code_of_a_card(tmp_path, monkeypatch, capsys, tokenizer, is_chat):
     assert capsys.readouterr().out.strip()
 
 
+@pytest.mark.parametrize("changes", [{"evaluation": {"dataset": "mine"}}, {"epochs": "3"}])
+def test_a_record_that_was_edited(changes):
+    draft = Eagle3ForSpeculation.from_target(make_target("llama"))
+    with pytest.raises(ValueError, match="in its training.json or benchmark.jsonl is missing, or not as it was"):
+        render_card("me/draft", draft, training={**TRAINING, **changes})
+
+
 def test_paths_are_no_ids():
     for name in ("../target", "./target", "/home/me/target", "data/train.jsonl", "target", "", None, "a/b/c"):
         assert not is_hub_id(name)

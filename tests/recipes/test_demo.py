@@ -1,16 +1,13 @@
 """The page of `recipes/demo.py`: what is behind it by itself, and where gradio is installed the page, too."""
 
-import importlib
 import os
 import re
-import runpy
-import shutil
 import sys
 from html.parser import HTMLParser
 
 import pytest
 import torch
-from conftest import RECIPES, load_script, make_baseline, make_byte_tokenizer, make_oracle, make_target, make_tokenizer
+from conftest import load_script, make_baseline, make_byte_tokenizer, make_oracle, make_target, make_tokenizer
 
 from hf_eagle3 import Eagle3Step
 from hf_eagle3.drawing import color, decode
@@ -176,22 +173,6 @@ def test_the_page(page, comparison):
     assert re.search(r"Step \d+ of \d+: 16 tokens drafted", tree) and 'class="accepted"' in tree
     with pytest.raises(Exception, match="no prompt"):
         client.predict("", False, *inputs[2:], api_name="/compare")
-
-
-def test_the_app_of_a_space(comparison, tmp_path, monkeypatch):
-    """The files that are pushed, in a folder of their own."""
-    gradio = pytest.importorskip("gradio", reason="the page needs gradio: pip install 'gradio>=6'")
-    asked, launched = [], []
-    monkeypatch.setattr(gradio.Blocks, "launch", lambda app: launched.append(app))
-    shutil.copy(RECIPES / "demo.py", tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "demo", raising=False)
-    module = importlib.import_module("demo")
-    monkeypatch.setattr(module.Comparison, "from_pretrained", lambda *names: asked.append(names) or comparison)
-    (tmp_path / "app.py").write_text(demo.APP.format(arguments="'org/target', 'me/draft'"))
-    runpy.run_path(str(tmp_path / "app.py"), run_name="__main__")
-    assert asked == [("org/target", "me/draft")] and len(launched) == 1
-    sys.modules.pop("demo")
 
 
 def test_without_gradio(comparison, monkeypatch, run_recipe):

@@ -31,7 +31,7 @@ def test_trimming(tmp_path, tokenizer, run_recipe, caplog):
     call = ("trim_vocabulary.py", tmp_path / "draft", "--dataset_name", tmp_path / "chats.jsonl", "--draft_vocab_size")
     result = run_recipe(*call, small_size, "--output_dir", tmp_path / "small")
     assert result.returncode == 0, result.stderr[-3000:]
-    assert f"{small_size} of {size} tokens, which make up 100.00%" in result.stdout
+    assert f"{small_size} of {size} tokens, which make up all of the " in result.stdout
     small = Eagle3ForSpeculation.from_pretrained(tmp_path / "small").eval()
     assert len(small.draft_token_ids) == small_size and said <= set(small.draft_token_ids.tolist())
     assert torch.equal(small.lm_head.weight, draft.lm_head.weight[small.draft_token_ids])

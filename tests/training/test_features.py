@@ -48,15 +48,40 @@ def test_states_and_logits_are_the_targets(family):
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere2"])  # plain, capped and scaled logits
 def test_distributions_are_the_targets_whatever_the_pieces(family):
     """Over the whole vocabulary, and over a third of it."""
-    states = TargetStates(make_target(family), [0, 2])
+    target = make_target(family)
+    states, shapes = TargetStates(target, [0, 2]), []
     _, last = states({"input_ids": make_prompt(12, batch_size=2)})
     logits = states.logits(last)
+    target.get_output_embeddings().register_forward_hook(lambda module, args, output: shapes.append(output.shape[-1]))
     for step in (1, 3):
         draft_token_ids = torch.arange(0, logits.shape[-1], step)
         draft_logits, mass, tokens = states.distributions(last, draft_token_ids, rows_at_a_time=5)
         torch.testing.assert_close(draft_logits, logits[..., draft_token_ids], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(mass, logits.softmax(-1)[..., draft_token_ids].sum(-1), atol=1e-5, rtol=1e-5)
         assert torch.equal(tokens, logits.argmax(-1))
+        # Knowing the summary, the head computes the draft's tokens only. Cohere's logits pass through its own code, too.
+        shapes.clear()
+        known = states.distributions(last, draft_token_ids, states.summary(last), rows_at_a_time=5)
+        for ours, expected in zip(known, (draft_logits, mass, tokens)):
+            torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+        assert set(shapes[-5:]) == {len(draft_token_ids)} and shapes[0] == logits.shape[-1]
+
+
+def test_a_head_whose_tokens_are_not_alike():
+    """Chameleon never says tokens of images. So its logits are computed as one."""
+    target = make_target("llama")
+    forward = target.forward
+
+    def without_some_tokens(*args, **kwargs):
+        outputs = forward(*args, **kwargs)
+        outputs.logits[..., 90:] = torch.finfo(outputs.logits.dtype).min
+        return outputs
+
+    target.forward = without_some_tokens
+    states, ids = TargetStates(target, [0, 2]), torch.arange(0, 96, 2)
+    _, last = states({"input_ids": make_prompt(12)})
+    _, mass, _ = states.distributions(last, ids, states.summary(last))
+    torch.testing.assert_close(mass, states.logits(last).softmax(-1)[..., ids].sum(-1), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *STATEFUL])
@@ -160,7 +185,9 @@ def test_small_dtypes(tmp_path, tokenizer):
         sizes = [os.path.getsize(shard_path(each.folder, 0)) for each in (exact, store)]
         assert sizes[1] < share * sizes[0]
         for row in range(20):
-            assert (store[row].float() - exact[row]).norm() < tolerance * exact[row].norm()
+            assert (store[row]["states"].float() - exact[row]["states"]).norm() < tolerance * exact[row][
+                "states"
+            ].norm()
     offline = make_trainer(tmp_path / "small-run", tokenizer, target, store, max_steps=2, ttt_steps=2)
     assert losses(offline) == pytest.approx(expected, rel=0.05)
 
@@ -218,7 +245,7 @@ def test_an_interrupted_extraction_goes_on(tmp_path, tokenizer):
     store = trainer.extract_features(tmp_path / "parts", rows_per_shard=4)
     assert all(path.stat().st_mtime_ns == time for path, time in written.items())
     assert (tmp_path / "parts" / "index.json").read_text() == index
-    assert all(torch.equal(store[row], expected[row]) for row in range(20))
+    assert all(torch.equal(store[row][name], each) for row in range(20) for name, each in expected[row].items())
     with pytest.raises(ValueError, match="`rows_per_shard` must be at least 1, got 0"):
         trainer.extract_features(tmp_path / "none", rows_per_shard=0)
 
@@ -237,19 +264,19 @@ def test_an_extraction_that_is_killed_while_it_writes_goes_on(tmp_path, tokenize
         trainer.extract_features(tmp_path / "features")
     assert any(path.name.endswith(".unfinished") for path in (tmp_path / "features").iterdir())
     store = trainer.extract_features(tmp_path / "features")
-    assert all(len(store[row]) == len(store.rows[row]["input_ids"]) for row in range(20))
+    assert all(len(store[row]["states"]) == len(store.rows[row]["input_ids"]) for row in range(20))
 
 
 def test_a_shard_that_is_cut_off_is_written_again(tmp_path, tokenizer):
     """A machine that crashes may lose a part of a file that is written."""
     trainer, folder = make_trainer(tmp_path, tokenizer, make_target("llama")), tmp_path / "features"
-    expected = trainer.extract_features(folder, rows_per_shard=8)[3].clone()
+    expected = trainer.extract_features(folder, rows_per_shard=8)[3]["states"].clone()
     path = shard_path(folder, 0)
     for content in (path.read_bytes()[:-50], b""):
         path.write_bytes(content)
         with pytest.raises(ValueError, match="1 of 3 shards are missing or cut off, the first of them features-00000"):
             FeatureStore(folder)
-        assert torch.equal(trainer.extract_features(folder, rows_per_shard=8)[3], expected)
+        assert torch.equal(trainer.extract_features(folder, rows_per_shard=8)[3]["states"], expected)
 
 
 def another_run(path):

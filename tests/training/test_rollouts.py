@@ -150,11 +150,6 @@ def test_a_draft_survives_a_target_that_does_not(caplog, dtype):
     assert len(learner.losses) == 1 and not all(map(torch.equal, draft.state_dict().values(), before.values()))
 
 
-def test_a_context_that_is_not_entered(caplog):
-    assist_rollouts(None, None)
-    assert "`assist_rollouts(...)` alone does nothing" in caplog.text
-
-
 def test_nothing_is_left_after_an_exception(tmp_path, tokenizer):
     trainer = make_trainer(tmp_path, tokenizer)
     draft = make_draft(trainer.model, [make_prompt(9)])

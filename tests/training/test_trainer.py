@@ -426,9 +426,14 @@ def test_an_optimizer_of_the_caller_s(tmp_path, tokenizer, is_class):
 
 def test_the_record_has_the_token_that_ends_texts(tmp_path, tokenizer):
     """It is a part of the data, unlike padding."""
-    trainer = make_trainer(tmp_path, copy.deepcopy(tokenizer), eos_token=tokenizer.bos_token)
+
+    def make(**kwargs):  # `make_trainer` passes a copy
+        return Eagle3Trainer(**{**kwargs, "processing_class": tokenizer})
+
+    trainer = make_trainer(tmp_path, tokenizer, eos_token=tokenizer.bos_token, trainer_class=make)
     arguments = training_record(trainer)["arguments"]
     assert arguments["eos_token"] == tokenizer.bos_token and "pad_token" not in arguments
+    assert tokenizer.eos_token != tokenizer.bos_token  # another trainer may get it
 
 
 def test_conversations_are_messages(tmp_path, tokenizer):
@@ -502,6 +507,24 @@ def test_batches_are_not_copied_from_freed_memory(tmp_path, monkeypatch, device)
     monkeypatch.setattr(Eagle3TrainingArguments, "device", torch.device(device))
     args = Eagle3TrainingArguments(str(tmp_path), bf16=False, report_to="none")
     assert args.accelerator_config.non_blocking == (device == "cuda")
+
+
+@pytest.mark.parametrize(
+    "positions, arguments, length",
+    [
+        (512, {"bf16": True}, 64),
+        (96, {"bf16": True}, 32),  # a target without rotary positions would have no more
+        (512, {"bf16": True, "pad_to_multiple_of": 10}, 20),
+        (512, {}, 19),
+    ],
+)
+def test_lengths_of_rows_are_rounded_where_each_takes_time(tmp_path, tokenizer, positions, arguments, length):
+    """In bfloat16 on a CPU, torch compiles kernels for each new shape."""
+    target = make_target("llama")
+    target.config.max_position_embeddings = positions
+    trainer = make_trainer(tmp_path, tokenizer, target=target, use_cpu=True, **arguments)
+    batch = trainer.data_collator([{"input_ids": [5] * 19, "labels": [5] * 19}, {"input_ids": [6], "labels": [6]}])
+    assert batch["input_ids"].shape == batch["labels"].shape == (2, length)
 
 
 @pytest.mark.parametrize(

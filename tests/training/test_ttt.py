@@ -246,6 +246,8 @@ def test_a_sample_of_the_vocabulary_stands_for_all(monkeypatch, pair):
         of_draft += vocabulary.head(states).exp().sum(-1) / len(vocabularies)
     assert {len(vocabulary.tokens) for vocabulary in vocabularies} == {len(likely) + 4}
     assert times_drawn[likely].tolist() == [2000] * len(likely)
+    assert (len(likely) + 8) % 2 == 1
+    assert len(ttt.SampledVocabulary.of(batch, draft, 8).tokens) == len(likely) + 9  # rounded up
     others = [token for token in range(probs.shape[-1]) if token not in likely]
     assert times_drawn[others].min() > 0.75 * 2000 * 4 / num_others
     # What each softmax is divided by is that of all tokens, on average.

@@ -1,6 +1,7 @@
 """Grows trees from the distributions of one pass."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -47,26 +48,46 @@ def grow_block_tree(
     return best_tree(root_tokens, pool, plan, threshold, token_ids)
 
 
+# How many tokens of a level DSpark's trees try for each row of a batch.
+NUM_CANDIDATES = 1024
+
+
 def grow_markov_tree(
     root_tokens: torch.Tensor,  # (B, 1)
     logits: torch.Tensor,  # (B, D, V): of the tokens at each depth
-    markov_head: Callable[[torch.Tensor], torch.Tensor],  # what tokens add to the logits of their children
+    markov_head: Callable[
+        [torch.Tensor, torch.Tensor], torch.Tensor
+    ],  # what tokens add to these logits of their children
     token_ids: torch.Tensor | None,  # (V,): the target's ids of the draft vocabulary, if it differs
     plan: Plan,
     threshold: float = 0.0,
     power: float | torch.Tensor = 1.0,
-    guess: Callable[[torch.Tensor, int], torch.Tensor] | None = None,
+    guess: Callable[..., torch.Tensor] | None = None,
 ) -> DraftTree:
     """
     Returns the tree of a draft whose distributions are corrected by the token before (DSpark,
     https://huggingface.co/papers/2607.05147). The paper drafts a chain. A tree grows level by level as EAGLE-2's,
     without another pass of the draft's layers: see [`~tree_eagle3.grow_tree`], also for `threshold`, `power` and `guess`.
+
+    Only the [`NUM_CANDIDATES`] most probable tokens of a level, before their correction, are corrected and proposed. Their
+    probabilities are taken to add up to 1. The paper corrects the whole vocabulary for each parent, which takes far longer on a CPU.
+    With a small target as much was accepted.
     """
+    num = min(NUM_CANDIDATES * len(logits), logits.shape[-1])
+    candidates: list[torch.Tensor] = []  # (C,) of each level, by the target's ids. Rows share them
 
     def advance(tokens: torch.Tensor, states: torch.Tensor, level: int, visible: torch.Tensor | None = None) -> tuple:
-        return logits[:, level, None] + markov_head(tokens), states
+        tokens = candidates[-1][tokens] if candidates else tokens
+        ids = logits[:, level].float().log_softmax(dim=-1).amax(dim=0).topk(num).indices  # (C,)
+        candidates.append(ids if token_ids is None else token_ids[ids])
+        return logits[:, level, ids][:, None] + markov_head(tokens, ids), states
+
+    def guess_among(scores: torch.Tensor, level: int) -> torch.Tensor:
+        return scores.float() if guess is None else guess(scores, level, token_ids=candidates[level])
 
     plan = plan._replace(depth=min(plan.depth, logits.shape[1]))
     states = logits.new_empty(len(logits), 0)  # the head reads none
-    of_children, _ = advance(root_tokens, states, 0)  # (B, 1, V)
-    return grow_tree(root_tokens, of_children[:, 0], states, advance, token_ids, plan, threshold, power, guess)
+    of_children, _ = advance(root_tokens, states, 0)  # (B, 1, C)
+    tree = grow_tree(root_tokens, of_children[:, 0], states, advance, None, plan, threshold, power, guess_among)
+    tokens = torch.stack(candidates)[tree.depths[:, 1:] - 1, tree.tokens[:, 1:]]
+    return replace(tree, tokens=torch.cat([root_tokens, tokens], dim=1))

@@ -4,7 +4,7 @@ DFlash (https://huggingface.co/papers/2602.06036): a few layers draft a whole bl
 (https://huggingface.co/papers/2607.05147) corrects its logits by the token before. `block_tree.py` grows their trees.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,7 +22,6 @@ from ..making import logit_factor, resize_head
 from ..remote_code.accept_eagle3 import Sampler
 from ..remote_code.attention_eagle3 import additive_mask
 from ..remote_code.devices_eagle3 import on_device, reads_without_sync
-from ..remote_code.draft_model_eagle3 import DraftModel
 from ..remote_code.drafter_eagle3 import Drafter, Slots
 from ..remote_code.modeling_eagle3 import (
     Eagle3Attention,
@@ -31,7 +30,6 @@ from ..remote_code.modeling_eagle3 import (
     Eagle3RMSNorm,
     Eagle3RotaryEmbedding,
 )
-from ..remote_code.target_eagle3 import table_of
 from ..remote_code.text_eagle3 import right_index
 from ..remote_code.tree_eagle3 import DraftTree, GenerationCall, Plan
 from ..tensor_names import HUB_ARGUMENTS, find
@@ -43,11 +41,6 @@ from .dflash_training import BlockCache, draw_rows
 
 
 logger = logging.get_logger(__name__)
-
-
-Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each (B, S, head_dim)
-
-NUM_LAYERS = 5  # of a fresh draft, as in z-lab/Qwen3-4B-DFlash-b16
 
 
 @strict
@@ -137,11 +130,7 @@ class DFlashConfig(BaselineConfig):
     @classmethod
     def recognises(cls, content: dict[str, Any], source: str | Path) -> bool:
         """See [`BaselineConfig.recognises`]."""
-        try:
-            content = nested_form(content)
-        except ValueError as error:
-            raise ValueError(f"{source}: {error}") from error
-        return super().recognises(content, source)
+        return super().recognises(nested_form(content), source)
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -162,7 +151,7 @@ class DFlashConfig(BaselineConfig):
 class DFlashAttention(Eagle3Attention):
     """Attention of Qwen3, which also takes the target's fused states as keys and values."""
 
-    def read_context(self, context: torch.Tensor, position_embeddings: Rotary, cache: Any) -> None:
+    def read_context(self, context: torch.Tensor, position_embeddings: Iterable[torch.Tensor], cache: Any) -> None:
         """Adds the keys and values of fused states `(B, C, H)` to the cache. No query is asked for them."""
         cos, sin = (each.unsqueeze(1) for each in position_embeddings)  # (B, 1, C, head_dim)
         key = self.k_norm(self._split_heads(self.k_proj(context))).transpose(1, 2)
@@ -181,17 +170,8 @@ class DFlashDecoderLayer(nn.Module):
         self.post_attention_layernorm = Eagle3RMSNorm(size, eps=eps)
         self.mlp = Qwen3MLP(layer_config)
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        context: tuple[torch.Tensor, Rotary] | None,  # the target's fused states, and their rotary embedding
-        cache: Any,
-        **attention_kwargs: Any,
-    ) -> torch.Tensor:
-        if context is not None:
-            self.self_attn.read_context(*context, cache)
-        normed = self.input_layernorm(hidden_states)
-        hidden_states = hidden_states + self.self_attn(normed, cache=cache, **attention_kwargs)
+    def forward(self, hidden_states: torch.Tensor, **attention_kwargs: Any) -> torch.Tensor:
+        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), **attention_kwargs)
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
@@ -210,9 +190,17 @@ class MarkovHead(nn.Module):
         """What `markov_w2` reads after `tokens` `(...)`: `(..., markov_rank)`."""
         return self.markov_w1(tokens.clamp(max=self.markov_w1.num_embeddings - 1))  # added to the target later
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Returns what `tokens` `(...)` add to the logits of the tokens after them, `(..., draft_vocab_size)`."""
-        return self.markov_w2(self.features(tokens))
+    def forward(self, tokens: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """
+        Returns what `tokens` `(...)` add to the logits of the tokens after them, `(..., draft_vocab_size)`, or with `ids` `(C,)`
+        of the draft vocabulary only to those, `(..., C)`.
+        """
+        features, matrix = self.features(tokens), self.markov_w2
+        if ids is None:
+            return matrix(features)
+        if type(matrix) is nn.Linear and type(matrix.weight) is nn.Parameter:
+            return F.linear(features, matrix.weight[ids])
+        return matrix(features)[..., ids]  # quantized, or with an adapter
 
 
 class DFlashForSpeculation(BaselineDraft):
@@ -258,7 +246,7 @@ class DFlashForSpeculation(BaselineDraft):
         self.norm = Eagle3RMSNorm(size, eps=eps)
         self.lm_head: nn.Linear = Eagle3Head(size, config.draft_vocab_size, bias=False)
         self.markov_head = MarkovHead(config) if config.markov_rank > 0 else None
-        self.drafts_in_one_pass = self.markov_head is None  # a Markov head reads a large matrix for each level
+        self.drafts_in_one_pass = self.markov_head is None  # with which levels are drafted one by one
         self.rotary_emb = Eagle3RotaryEmbedding(layer_config)
         self.generation_config.tree_depth = config.num_drafted  # as deep as the block allows
         self.post_init()
@@ -268,7 +256,7 @@ class DFlashForSpeculation(BaselineDraft):
         cls,
         target: PreTrainedModel,
         draft_token_ids: Sequence[int] | torch.Tensor | None = None,
-        num_hidden_layers: int = NUM_LAYERS,
+        num_hidden_layers: int = 5,  # as in z-lab/Qwen3-4B-DFlash-b16
         **overrides: Any,
     ) -> "DFlashForSpeculation":
         """
@@ -276,7 +264,8 @@ class DFlashForSpeculation(BaselineDraft):
         the target's states as it has layers, and the mask is the padding token, unless `overrides` say otherwise.
         """
         depth = target.config.get_text_config(decoder=True).num_hidden_layers
-        overrides.setdefault("eagle_aux_hidden_state_layer_ids", spread_layer_ids(depth, num_hidden_layers))
+        layer_ids = [id_ + 1 for id_ in spread_layer_ids(depth, num_hidden_layers)]  # whose inputs are these outputs
+        overrides.setdefault("eagle_aux_hidden_state_layer_ids", layer_ids)
         return super().from_target(target, draft_token_ids, num_hidden_layers, **overrides)
 
     @classmethod
@@ -309,8 +298,10 @@ class DFlashForSpeculation(BaselineDraft):
                 f"{pretrained_model_name_or_path} has a head of its own (`lm_head.weight`), but a DFlash draft uses its "
                 "target's. It is another kind of draft, or the head was saved by mistake: remove it then."
             )
-        hub_kwargs = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
-        source = pretrained_model_name_or_path
+        source, hub_kwargs = (
+            pretrained_model_name_or_path,
+            {key: kwargs[key] for key in HUB_ARGUMENTS if key in kwargs},
+        )
         path = None if source is None else find(source, "generation_config.json", **hub_kwargs)
         if path is None or "tree_depth" not in read_json(path):
             draft.generation_config.tree_depth = draft.config.num_drafted
@@ -334,20 +325,9 @@ class DFlashForSpeculation(BaselineDraft):
                 "which engines count them from each token: there it would be accepted less often."
             )
         weights = dict(self.state_dict() if state_dict is None else state_dict)
-        head = weights.get("lm_head.weight")
-        if self._keys_to_ignore_on_save and type(head) is torch.Tensor:  # not a shard
+        if self._keys_to_ignore_on_save and type(head := weights.get("lm_head.weight")) is torch.Tensor:  # not a shard
             weights["lm_head.weight"] = head[:0]  # as when it is loaded
         super().save_pretrained(save_directory, is_main_process, weights, *args, **kwargs)
-
-    def validate_target(self, target: PreTrainedModel) -> None:
-        """See [`~draft_model_eagle3.DraftModel.validate_target`]."""
-        DraftModel.validate_target(self, target)
-        num_tokens = len(table_of(target).weight)
-        if not self.config.has_own_embed_tokens and self.config.mask_token_id >= num_tokens:
-            raise ValueError(
-                f"The draft's `mask_token_id` is {self.config.mask_token_id}, but {type(target).__name__} embeds "
-                f"{num_tokens} tokens. Resize its embedding to what it was when the draft was trained."
-            )
 
     def set_output_embeddings(self, head: nn.Linear) -> None:
         """Sets the head. The Markov head begins anew for its tokens."""
@@ -372,13 +352,10 @@ class DFlashForSpeculation(BaselineDraft):
         blocks = F.pad(known[..., None], (0, block_size - 1), value=self.config.mask_token_id)  # (B, K, block_size)
         positions = batch.position_ids.gather(1, rows)[..., None] + 1 + torch.arange(block_size, device=device)
         layer_types = self.config.transformer_layer_config.layer_types
-        states = self.run_layers(
-            self.embed(blocks.flatten(1)),
-            self.combine_hidden_states(batch.aux_hidden_states),
-            torch.cat([batch.position_ids, positions.flatten(1)], dim=1),
-            dict.fromkeys(layer_types),  # the cache masks
-            BlockCache(batch.documents, rows, block_size, self.config.is_causal_in(layer_types[0])),
-        )
+        cache = BlockCache(batch.documents, rows, block_size, self.config.is_causal_in(layer_types[0]))
+        self.read_context(self.combine_hidden_states(batch.aux_hidden_states), batch.position_ids, cache)
+        masks = dict.fromkeys(layer_types)  # the cache masks
+        states = self.run_layers(self.embed(blocks.flatten(1)), positions.flatten(1), masks, cache)
         states = states.unflatten(1, (-1, block_size))  # (B, K, block_size, H)
         if not self.training:  # evaluation divides by the number of drawn rows
             weights = torch.ones_like(weights)
@@ -432,11 +409,11 @@ class DFlashForSpeculation(BaselineDraft):
         **kwargs: Any,
     ) -> Eagle3Output:
         r"""
-        One pass over a block.
+        One pass over a block: the newest token, followed by `config.mask_token_id`.
 
         Args:
-            input_ids (`torch.LongTensor` of shape `(batch_size, block_size)`):
-                The newest token, followed by `config.mask_token_id`.
+            input_ids (`torch.LongTensor` of shape `(batch_size, block_size)`), inputs_embeds (`torch.FloatTensor`):
+                The block, or its embeddings.
             hidden_states (`torch.FloatTensor` of shape `(batch_size, context_length, hidden_size)`, *optional*):
                 [`combine_hidden_states`] of the target's states, at the positions that `cache` does not hold yet.
             attention_mask (`torch.Tensor`, *optional*):
@@ -445,10 +422,7 @@ class DFlashForSpeculation(BaselineDraft):
             position_ids (`torch.LongTensor` of shape `(batch_size, context_length + block_size)`, *optional*):
                 Positions of the context, then of the block. By default they continue those of the cache.
             cache (`Cache`, *optional*):
-                The draft's cache, by default a new one. Context and block are added to it. Crop the block before the next
-                pass: `cache.crop(-block_size)`.
-            inputs_embeds (`torch.FloatTensor` of shape `(batch_size, block_size, hidden_size)`, *optional*):
-                Embeddings to read instead of `input_ids`.
+                To which context and block are added. Crop the block before the next pass: `cache.crop(-block_size)`.
             logits_to_keep (`int` or `torch.LongTensor`, *optional*, defaults to `0`):
                 Return only this many rows, the last ones, or the rows with these indices. 0 stands for all.
             kwargs (*optional*): Ignored.
@@ -456,9 +430,6 @@ class DFlashForSpeculation(BaselineDraft):
         Returns:
             [`Eagle3Output`]: Row `k` predicts the `k`-th token of the block itself, and row 0 nothing. With `sample_from_anchor`
             row `k` predicts the token after it. The Markov head, if any, is not applied: it needs the drafted tokens.
-
-        Raises:
-            ValueError: if there are both `input_ids` and `inputs_embeds`, or none.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(
@@ -467,38 +438,29 @@ class DFlashForSpeculation(BaselineDraft):
         if inputs_embeds is None:
             assert input_ids is not None
             inputs_embeds = self.embed(input_ids)
-        num_context, num_queries = 0 if hidden_states is None else hidden_states.shape[1], inputs_embeds.shape[1]
         cache = DynamicCache() if cache is None else cache
-        device = inputs_embeds.device
-        if position_ids is None:
-            past_length = cache.get_seq_length()
-            position_ids = torch.arange(past_length, past_length + num_context + num_queries, device=device)
-            position_ids = position_ids.expand(len(inputs_embeds), -1)
-        masks: Any = attention_mask
+        batch_size, num_queries = inputs_embeds.shape[:2]
+        num_new, masks = num_queries + (0 if hidden_states is None else hidden_states.shape[1]), attention_mask
+        if position_ids is None or not isinstance(masks, dict):
+            keys = torch.arange(cache.get_seq_length() + num_new, device=inputs_embeds.device)
+            position_ids = keys[-num_new:].expand(batch_size, -1) if position_ids is None else position_ids
         if not isinstance(masks, dict):
-            keys = torch.arange(cache.get_seq_length() + num_context + num_queries, device=device)
-            visible = torch.ones_like(keys).expand(len(inputs_embeds), -1) if masks is None else masks
+            visible = keys.new_ones(batch_size, len(keys)) if masks is None else masks
             masks = self.masks(visible.bool(), (keys[-num_queries:, None] - keys)[None], inputs_embeds.dtype)
+        if hidden_states is not None:
+            self.read_context(hidden_states, position_ids[:, :-num_queries], cache)
         rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        states = self.run_layers(inputs_embeds, hidden_states, position_ids, masks, cache)[:, rows]
+        states = self.run_layers(inputs_embeds, position_ids[:, -num_queries:], masks, cache)[:, rows]
         return Eagle3Output(logits=self.logits_of(states), last_hidden_state=states, cache=cache)
 
     def run_layers(
-        self,
-        inputs_embeds: torch.Tensor,
-        hidden_states: torch.Tensor | None,
-        position_ids: torch.Tensor,
-        masks: dict[str, torch.Tensor | None],
-        cache: Any,
+        self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor, masks: dict[str, Any], cache: Any
     ) -> torch.Tensor:
-        """Returns the states that the head reads, `(B, S, H)`. See [`forward`]; `masks` are by layer type."""
-        states, context = inputs_embeds * self.config.input_embedding_scale, None
-        if hidden_states is not None:
-            context = hidden_states, self.rotary_emb(hidden_states, position_ids[:, : hidden_states.shape[1]])
-        rotary = self.rotary_emb(states, position_ids[:, -states.shape[1] :])
+        """Returns the states of a block that the head reads, `(B, S, H)`, given its positions, and masks by layer type."""
+        states = inputs_embeds * self.config.input_embedding_scale
+        rotary = self.rotary_emb(states, position_ids)
         for layer, layer_type in zip(self.layers, self.config.transformer_layer_config.layer_types, strict=True):
-            mask = masks[layer_type]
-            states = layer(states, context=context, cache=cache, position_embeddings=rotary, attention_mask=mask)
+            states = layer(states, cache=cache, position_embeddings=rotary, attention_mask=masks[layer_type])
         return self.norm(states)
 
     def logits_of(self, states: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
@@ -558,20 +520,18 @@ class BlockProposer(Drafter):
     def propose(self, plan: Plan, root_tokens: torch.Tensor, sampler: Sampler | None = None) -> DraftTree:
         draft, block_size = self.draft, self.draft.config.block_size
         with self.inference_mode():
-            (tokens, states, positions), counts = self.take_unread()
-            self.read((tokens, states, positions), counts)
-            device = self.like.device
-            root_tokens = root_tokens.to(device)
+            blocks, counts = self.take_unread()
+            self.read(blocks, counts)
+            device, root_tokens = self.like.device, root_tokens.to(self.like.device)
             num_visible = max(self.lengths) + block_size
-            cache = self.reserve(num_visible)
-            ahead = torch.arange(block_size, device=device)
+            cache, ahead = self.reserve(num_visible), torch.arange(block_size, device=device)
             indices = on_device(self.lengths, device)[:, None] + ahead  # (B, Q): slots of the block
             slots, keys = Slots(cache, indices, num_visible), torch.arange(num_visible, device=device)
             block = F.pad(root_tokens, (0, block_size - 1), value=draft.config.mask_token_id)
             first = draft.config.first_row
             logits = draft(
                 inputs_embeds=draft.embed(block, self.call.embedding),
-                position_ids=positions[:, -1:] + 1 + ahead,
+                position_ids=blocks[-1][:, -1:] + 1 + ahead,
                 attention_mask=draft.masks(keys <= indices[:, -1:], indices[..., None] - keys, cache.keys[0].dtype),
                 cache=slots,
                 logits_to_keep=ahead[first : first + plan.depth],
@@ -579,12 +539,11 @@ class BlockProposer(Drafter):
             cache.zero(indices)  # the block is forgotten
             # Counting the nodes above a threshold forces a sync.
             threshold = self.call.threshold if reads_without_sync(device) else 0.0
-            power = self.call.calibration.power
+            power, scores = self.call.calibration.power, logits.float()
             guess = None if sampler is None else partial(sampler.guess, token_ids=self.token_ids)
             if draft.markov_head is not None:
                 settings = plan, threshold, power, guess
-                return grow_markov_tree(root_tokens, logits, draft.markov_head, self.token_ids, *settings)
-            scores = logits.float()
+                return grow_markov_tree(root_tokens, scores, draft.markov_head, self.token_ids, *settings)
             if guess is not None:
                 scores = torch.stack([guess(logits[:, i], i) for i in range(logits.shape[1])], dim=1)
             return grow_block_tree(root_tokens, power * scores, self.token_ids, plan, threshold)

@@ -122,10 +122,12 @@ def check_saving(draft: "DraftModel", folder: str | Path, is_main_process: bool)
     if draft.get_output_embeddings().out_features == 0 and not draft._keys_to_ignore_on_save:  # of block drafts
         raise ValueError("This draft stores no head and uses its target's. Call `draft.pair_with(target)` first.")
     quantization = getattr(draft.config, "quantization_config", None)
-    if draft.d2t is not None and getattr(quantization, "quant_method", None) == "torchao":
-        raise ValueError(  # torchao 0.18 reads no names without a dot, such as `d2t`
-            "torchao could not load this draft again, because its vocabulary is smaller than the target's. Save it before it is "
-            "quantized, and quantize it when you load it (`quantization_config`)."
+    # torchao 0.18 reads no names without a dot, such as `d2t`. Block drafts are known by the names of their tensors, which it changes.
+    is_unreadable = draft.d2t is not None or draft.config.model_type == "dflash"
+    if is_unreadable and getattr(quantization, "quant_method", None) == "torchao":
+        raise ValueError(
+            "This draft could not be loaded again, because torchao changes the names of tensors that the reader needs. Save it before "
+            "it is quantized, and quantize it when you load it (`quantization_config`)."
         )
     try:
         type(draft.config).from_dict(draft.config.to_diff_dict())
@@ -157,11 +159,16 @@ def check_folder(folder: str | Path, is_adapter: bool = False) -> None:
         )
 
 
-def remove_stale_weights(folder: str | Path, variant: str | None = None) -> None:
+def remove_stale_files(folder: str | Path, variant: str | None = None) -> None:
     """
-    Removes what an earlier draft left beside one that was just saved: a single file beside shards, or the index of shards that
-    are gone. transformers leaves both, and readers would take the single file, and vLLM the index.
+    Removes what an earlier draft left beside one that was just saved: code files that this version does not have, and a single file
+    beside shards, or the index of shards that are gone. transformers leaves both, and readers would take the single file, and vLLM
+    the index.
     """
+    ours = Path(__file__).parents[1] / "remote_code"
+    for path in Path(folder).glob("*_eagle3.py"):
+        if not (ours / path.name).exists() and path.read_bytes().startswith(b"# SPDX-License-Identifier: "):
+            path.unlink()
     single, index = (Path(folder, with_variant(name, variant)) for name in WEIGHT_FILES[:2])
     if single.exists() and index.exists():
         has_shards = all(Path(folder, name).exists() for name in read_index(index).values())

@@ -259,10 +259,10 @@ def rope_of(config: dict) -> dict:
                 f"`rope_scaling` says {unlike}, but `rope_parameters` { ({name: rope[name] for name in unlike}) }. Remove the wrong one."
             )
         rope |= given
-    original = config.get("original_max_position_embeddings")  # where Phi has it
-    if original and rope["rope_type"] != "default":
-        rope.setdefault("original_max_position_embeddings", original)
-    for name in ("partial_rotary_factor", "rope_theta"):
+    names = ["partial_rotary_factor", "rope_theta"]
+    if rope["rope_type"] != "default":
+        names.append("original_max_position_embeddings")  # where Phi has it
+    for name in names:
         if (said := config.get(name)) is None:
             continue
         if rope.setdefault(name, said) != said:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from .benchmark import run_benchmark
 from .plots import plot_all
-from .results import METHODS, BenchmarkResults, BenchmarkRow, compare, format_table
+from .results import METHODS, BenchmarkResults, BenchmarkRow, format_table
 
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ __all__ = [
     "TASKS",
     "BenchmarkResults",
     "BenchmarkRow",
-    "compare",
     "format_table",
     "load_prompts",
     "plot_all",

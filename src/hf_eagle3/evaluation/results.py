@@ -1,10 +1,6 @@
 """Keeps what a benchmark measured as JSON Lines, and shows it as rows and tables."""
 
-import bisect
-import itertools
 import json
-import math
-import random
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -12,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..environment import what_differs
 from ..files import write_atomically
 
 
@@ -287,60 +282,3 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> s
     """Returns a Markdown table with these cells."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
-
-
-MIN_REPEATS = 5  # in each run, or noise could not be ruled out
-SIGNIFICANT = 0.05
-
-
-def chance(before: Sequence[float], after: Sequence[float]) -> float:
-    """
-    Returns how often two samples of one distribution are at least as far apart as these. This is Wilcoxon's rank-sum
-    test, two-sided and exact. With many values it takes random splits.
-    """
-    values = [*before, *after]
-    order = sorted(values)
-    ranks = [bisect.bisect_left(order, value) + bisect.bisect_right(order, value) for value in values]
-    size, middle = len(before), len(before) * statistics.mean(ranks)
-    splits: Iterable[Sequence[int]] = itertools.combinations(ranks, size)
-    if math.comb(len(ranks), size) > 20_000:
-        generator = random.Random(0)
-        splits = (generator.sample(ranks, size) for _ in range(20_000))
-    distance = abs(sum(ranks[:size]) - middle)
-    return statistics.mean(abs(sum(split) - middle) >= distance - 1e-9 for split in splits)
-
-
-def compare(before: BenchmarkResults, after: BenchmarkResults) -> str:
-    """
-    Returns what changed from one run to another, as a Markdown table, and whether each change exceeds the noise. It does
-    if two runs of the same thing would differ so much in less than one of 20 cases (`chance`). That takes five repeats in
-    each run. Speed-ups are compared, not tokens per second, because a busy machine slows all methods down.
-
-    Args:
-        before, after ([`BenchmarkResults`]): The runs.
-    """
-    header = ["task", "batch size", "T", "method", "speed-up before", "after", "change", "exceeds the noise"]
-    table = []
-    old, new = (
-        {(row.task, row.batch_size, row.temperature, row.method): row for row in results.rows if row.method != "plain"}
-        for results in (before, after)
-    )
-    shared = [(old[key], row) for key, row in new.items() if key in old]
-    if not shared:
-        raise ValueError("The two runs have no task, batch size, temperature and method in common.")
-    for was, row in shared:
-        if min(len(row.speedups), len(was.speedups)) < MIN_REPEATS:
-            verdict = f"too few repeats to tell: {MIN_REPEATS} are needed"
-        else:
-            verdict = "yes" if chance(was.speedups, row.speedups) < SIGNIFICANT else "no"
-        speedups = [f"{was.median_speedup:.2f}", f"{row.median_speedup:.2f}"]
-        change = f"{row.median_speedup / was.median_speedup - 1:+.1%}"
-        table.append([row.task, row.batch_size, f"{row.temperature:g}", row.method, *speedups, change, verdict])
-    lines = [markdown_table(header, table)]
-    for when, rows, others in (("before", old, new), ("after", new, old)):
-        for task, batch_size, temperature, method in [key for key in rows if key not in others]:
-            lines.append(f"\nOnly {when}: {task}, batch size {batch_size}, T={temperature:g}, {method}.")
-    for name in ("arguments", "prompts", "environment", "tree", "draft_weights", "models"):
-        if difference := what_differs(before.run.get(name), after.run.get(name)):
-            lines.append(f"\n{name}: {difference}.")
-    return "\n".join(lines)

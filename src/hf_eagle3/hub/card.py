@@ -159,8 +159,16 @@ def benchmark_texts(
 
 
 def from_template(template: Path, data: ModelCardData, **texts: Any) -> ModelCard:
-    """Returns the card that a template renders, with a digest at its end."""
-    card = ModelCard.from_template(data, template_str=template.read_text(encoding="utf-8"), **texts)
+    """Returns the card that a template renders, with a digest at its end. Raises `ValueError` if a record is not as it was saved."""
+    from jinja2 import TemplateError  # here, because transformers does not require it
+
+    try:
+        card = ModelCard.from_template(data, template_str=template.read_text(encoding="utf-8"), **texts)
+    except (TemplateError, TypeError) as error:
+        raise ValueError(
+            f"The draft's card cannot be rendered, because a value in its training.json or benchmark.jsonl is missing, or not as it was "
+            f"saved: {error}. Restore the file, or remove it."
+        ) from error
     card.text = card.text.rstrip("\n") + "\n"
     card.text += f"\n<!-- rendered by hf-eagle3, digest {card_digest(card)} -->\n"
     return card

@@ -93,11 +93,12 @@ class AssistantMixin:
     @property
     def last_generation(self) -> Eagle3GenerationStats | None:
         """Statistics of the last `generate` with this assistant in this thread, else in any. `None` if that call did not use it."""
-        return _IN_THREAD.stats[self] if self in _IN_THREAD.stats else _IN_ANY_THREAD.get(self)
+        return _IN_THREAD.stats.get(self, _IN_ANY_THREAD.get(self))
 
     def forget_generation(self) -> None:
-        """Forgets the statistics of this thread's last call."""
-        _IN_THREAD.stats[self] = None
+        """Forgets the statistics of the last call in this thread, and in any."""
+        for stats in (_IN_THREAD.stats, _IN_ANY_THREAD):
+            stats.pop(self, None)
 
 
 class ThreadStats(threading.local):

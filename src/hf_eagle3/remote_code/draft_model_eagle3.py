@@ -204,7 +204,7 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         finally:
             self.config.weights_digest = None
         if files is not None and is_main_process and not self._hf_peft_config_loaded:
-            files.remove_stale_weights(save_directory, kwargs.get("variant"))
+            files.remove_stale_files(save_directory, kwargs.get("variant"))
         if self._auto_class is not None:  # transformers saved the code
             folder = Path(save_directory) / "custom_generate"
             folder.mkdir(exist_ok=True)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 FP8 = torch.float8_e4m3fn
 LOCK = ".lock"
 STATE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, FP8)  # integers would keep no fractions
@@ -84,7 +84,8 @@ class FeatureStore:
       the features are stored.
     - `features-00000.safetensors`, ...: the states of `rows_per_shard` rows each, `T` tokens together.
       `states` `(T, n_aux + 1, H)` has the rows one after the other; the last of the `n_aux + 1` is the input of
-      the target's head. `offsets` `(rows + 1,)` has the ends of rows. With fp8 there are `scales` `(T, n_aux + 1)`.
+      the target's head. `best_tokens` `(T,)` are the most probable tokens, and `log_sums` `(T,)` the log-sum-exp of the target's
+      logits. `offsets` `(rows + 1,)` has the ends of rows. With fp8 there are `scales` `(T, n_aux + 1)`.
 
     Args:
         folder (`str` or `Path`): The folder.
@@ -126,18 +127,16 @@ class FeatureStore:
         """Returns the rows, each with its number as `feature_row`."""
         return self.rows.add_column("feature_row", list(range(len(self.rows))))
 
-    def __getitem__(self, row: int) -> torch.Tensor:
-        """Returns the states of a row, `(L, n_aux + 1, H)`."""
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        """Returns what is stored of a row: `states` `(L, n_aux + 1, H)`, `best_tokens` and `log_sums` `(L,)`."""
         shard, place = divmod(row, self.index["rows_per_shard"])
         if shard not in self._open_shards:
             file = safe_open(shard_path(self.folder, shard), framework="pt")
             self._open_shards[shard] = file, file.get_tensor("offsets").tolist()
         file, offsets = self._open_shards[shard]
         tokens = slice(offsets[place], offsets[place + 1])
-        states = file.get_slice("states")[tokens]
-        if states.dtype == FP8:
-            states = states.float() * file.get_slice("scales")[tokens][..., None]
-        return states
+        names = set(file.keys()) - {"offsets"}
+        return as_read({name: file.get_slice(name)[tokens] for name in names})
 
     def check(self, description: dict, arguments: dict | None = None) -> None:
         """
@@ -170,7 +169,10 @@ class FeatureStore:
 
 
 class FeatureCollator:
-    """Collates rows of a [`FeatureStore`] with another collator, and adds their `states` `(B, L, n_aux + 1, H)`."""
+    """
+    Collates rows of a [`FeatureStore`] with another collator, and adds their `states` `(B, L, n_aux + 1, H)`, `best_tokens` and
+    `log_sums` `(B, L)`.
+    """
 
     def __init__(self, collator: Callable, store: FeatureStore):
         self.collator, self.store = collator, store
@@ -179,13 +181,15 @@ class FeatureCollator:
         batch = self.collator(examples)
         if "feature_row" not in examples[0]:  # evaluation runs the target
             return batch
-        states = [self.store[example["feature_row"]] for example in examples]
-        if len(batch["input_ids"]) != len(examples):  # without padding all examples are in one row
-            states = [torch.cat(states)]
-        padded = states[0].new_zeros(*batch["input_ids"].shape, *states[0].shape[1:])
-        for row, each in enumerate(states):
-            padded[row, : len(each)] = each
-        return {**batch, "states": padded}
+        rows = [self.store[example["feature_row"]] for example in examples]
+        for name in rows[0]:
+            values = [row[name] for row in rows]
+            if len(batch["input_ids"]) != len(examples):  # without padding all examples are in one row
+                values = [torch.cat(values)]
+            batch[name] = values[0].new_zeros(*batch["input_ids"].shape, *values[0].shape[1:])
+            for padded, each in zip(batch[name], values):
+                padded[: len(each)] = each
+        return batch
 
 
 def state_dtype(dtype: torch.dtype | str) -> torch.dtype:
@@ -271,13 +275,16 @@ def write_shard(
     rows, lengths = list[dict[str, torch.Tensor]](), [0]
     for batch, batch_lengths in batches:
         aux, last = target_states(batch)
-        if folder is None:
-            continue
         states = torch.cat([aux, last], dim=-1).unflatten(-1, (-1, last.shape[-1]))  # (B, L, n_aux + 1, H)
         if len(states) != len(batch_lengths):  # without padding all rows are in one
             states = states[0].split(batch_lengths + [states.shape[1] - sum(batch_lengths)])
-        rows += [stored(each[:length], dtype) for each, length in zip(states, batch_lengths)]
-        lengths += batch_lengths
+        of_batch = [stored(each[:length], dtype) for each, length in zip(states, batch_lengths)]
+        for row in of_batch:  # of what training will read, which may be rounded
+            last = as_read(row)["states"][None, :, -1].to(last)
+            best, log_sums = target_states.summary(last)
+            row |= {"best_tokens": best[0].cpu(), "log_sums": log_sums[0].cpu()}
+        if folder is not None:
+            rows, lengths = rows + of_batch, lengths + batch_lengths
     if folder is None:
         return
     tensors = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
@@ -304,6 +311,14 @@ def stored(states: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
             "float8_e4m3fn (`dtype`)."
         )
     return {"states": cast}
+
+
+def as_read(row: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns what is stored of a row, with states that were scaled for fp8 as they were before."""
+    if (scales := row.get("scales")) is None:
+        return row
+    states = row["states"].float() * scales[..., None]
+    return {name: states if name == "states" else each for name, each in row.items() if name != "scales"}
 
 
 def extract(

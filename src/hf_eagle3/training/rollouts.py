@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.utils import ModelOutput, logging
 
-from ..assisting import assist, context_manager
+from ..assisting import assist
 from ..remote_code.draft_model_eagle3 import DraftModel
 from ..remote_code.outputs_eagle3 import TOKEN_TYPES, aux_hidden_states, select_hidden_states
 from .models import check_layers, check_vocabulary, without_adapter
@@ -19,7 +19,7 @@ from .ttt import TTTBatch, draft_loss, num_counted
 logger = logging.get_logger(__name__)
 
 
-@context_manager
+@contextmanager
 def assist_rollouts(
     trainer: Trainer,
     draft: DraftModel,

@@ -1,9 +1,10 @@
 """The target's states and distributions that a draft learns from."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
+import torch.nn.functional as F
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from torch.distributed.fsdp import FSDPModule
@@ -24,6 +25,8 @@ from .ttt import documents_of
 
 # The states that a draft reads, and the target's distributions: logits, mass and most probable tokens.
 Features = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+# The most probable token of the whole vocabulary, and the log-sum-exp of its logits, at each position.
+Summary = tuple[torch.Tensor, torch.Tensor]
 
 # Older transformers (5.17) counts attention chunks from the beginning of the row, not of the document.
 COUNTS_CHUNKS_BY_DOCUMENT = hasattr(masking_utils, "remap_positions_for_packed_sequence")
@@ -57,6 +60,7 @@ class TargetStates:
         of_images = getattr(target.config, "vision_feature_layer", None) or []
         self.selected = [*aux_layer_ids, *(of_images if isinstance(of_images, list) else [of_images])]
         self.keeps_documents_apart: bool | None = None  # unknown until a batch is packed
+        self.treats_tokens_alike: bool | None = None  # unknown until the logits of some tokens are wanted
         unpack(self.target)  # training runs only its base
 
     @torch.no_grad()
@@ -140,36 +144,84 @@ class TargetStates:
         if self.is_fsdp:
             return last_hidden_state
         last_hidden_state = last_hidden_state.to(device_of(self.target.get_output_embeddings()))
-        with replaced_forward(self.base_model, StoredOutput(last_hidden_state=last_hidden_state)):
+        output = StoredOutput(last_hidden_state=last_hidden_state)
+        with replaced_forward(self.base_model, lambda *args, **kwargs: output):
             # Only the shape and device of `inputs_embeds` are read.
             return self.target(inputs_embeds=last_hidden_state, use_cache=False, return_dict=True).logits
 
+    def _in_pieces(self, rows_at_a_time: int | None, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Yields the target's logits `(R, V)` of the first of some tensors `(B, L, ...)`, the last states, and the others `(R, ...)`."""
+        last_hidden_state, device = tensors[0], tensors[0].device
+        if is_sharded(self.target):  # all processes must run the head equally often
+            rows_at_a_time = last_hidden_state.shape[:2].numel()
+        elif rows_at_a_time is None:
+            rows_at_a_time = 256 if device.type == "cpu" else 1024
+        for states, *others in zip(*(each.flatten(0, 1).split(rows_at_a_time) for each in tensors), strict=True):
+            # As one sequence: a CPU would copy the head's weight for the strides of a slice of several.
+            yield self.logits(states[None])[0].to(device), *others
+
+    @torch.no_grad()
+    def summary(self, last_hidden_state: torch.Tensor) -> Summary:
+        """Returns the [`Summary`] of the target's distributions, given the last states `(B, L, H)`."""
+        pieces = [summary_of(logits) for (logits,) in self._in_pieces(None, last_hidden_state)]
+        best, log_sums = (torch.cat(each).unflatten(0, last_hidden_state.shape[:2]) for each in zip(*pieces))
+        return best, log_sums
+
     @torch.no_grad()
     def distributions(
-        self, last_hidden_state: torch.Tensor, draft_token_ids: torch.Tensor, rows_at_a_time: int | None = None
+        self,
+        last_hidden_state: torch.Tensor,
+        draft_token_ids: torch.Tensor,
+        summary: Summary | None = None,
+        rows_at_a_time: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
         Returns the target's distributions as a draft learns them, given the last states `(B, L, H)`: the logits of the draft's tokens
-        `(B, L, draft_vocab_size)`, their total probability `(B, L)`, and the most probable tokens of the whole vocabulary `(B, L)`.
+        `(B, L, draft_vocab_size)`, their total probability `(B, L)`, and the most probable tokens of the whole vocabulary `(B, L)`. If
+        their `summary` `(B, L)` is known, the head computes the draft's tokens only, where it can.
 
         Logits of the whole vocabulary are in memory for `rows_at_a_time`, positions of all sequences together. By default these are
         256 on a CPU, and 1,024 elsewhere, where each piece costs kernel launches.
         """
-        pieces, device, shape = [], last_hidden_state.device, last_hidden_state.shape[:2]
-        if is_sharded(self.target):  # all processes must run the head equally often
-            rows_at_a_time = shape.numel()
-        elif rows_at_a_time is None:
-            rows_at_a_time = 256 if device.type == "cpu" else 1024
-        for states in last_hidden_state.flatten(0, 1).split(rows_at_a_time):
-            # As one sequence: a CPU would copy the head's weight for the strides of a slice of several.
-            logits = self.logits(states[None])[0].to(device)
-            if len(draft_token_ids) == logits.shape[-1]:
-                draft_logits, mass = logits, torch.ones(len(logits), device=device)
-            else:
-                draft_logits = logits[..., draft_token_ids]
-                mass = (log_sum_exp(draft_logits) - log_sum_exp(logits)).exp()
-            pieces.append((draft_logits, mass, logits.max(dim=-1).indices))  # argmax is slow in bfloat16
+        pieces, shape = [], last_hidden_state.shape[:2]
+        selects = summary is not None and self._may_select(len(draft_token_ids))
+        with self._selected_head(draft_token_ids) if selects else nullcontext():
+            for logits, *known in self._in_pieces(rows_at_a_time, last_hidden_state, *(summary or ())):
+                if len(draft_token_ids) == logits.shape[-1] and not selects:  # the whole vocabulary
+                    best = known[0] if known else best_tokens(logits)
+                    pieces.append((logits, torch.ones(len(logits), device=logits.device), best))
+                    continue
+                best, log_sums = known or summary_of(logits)
+                draft_logits = logits if selects else logits[..., draft_token_ids]
+                pieces.append((draft_logits, (log_sum_exp(draft_logits) - log_sums).exp(), best))
         return tuple(torch.cat(each).unflatten(0, shape) for each in zip(*pieces))
+
+    def _may_select(self, num_tokens: int) -> bool:
+        """Whether the target's head can compute the logits of `num_tokens` alone."""
+        head = self.target.get_output_embeddings()
+        if (
+            type(head) is not torch.nn.Linear
+            or type(head.weight) is not torch.nn.Parameter
+            or num_tokens == head.out_features
+        ):
+            return False  # quantized, sharded, or not needed
+        if head.weight.is_meta:  # offloaded
+            return False
+        if self.treats_tokens_alike is None:  # some targets change the logits of certain tokens after the head
+            states = torch.ones(1, 1, head.in_features, dtype=head.weight.dtype, device=head.weight.device)
+            forward, expected = head.forward, self.logits(states)
+            with replaced_forward(head, lambda states: forward(states).flip(-1)):
+                self.treats_tokens_alike = torch.equal(self.logits(states).flip(-1), expected)
+        return self.treats_tokens_alike
+
+    @contextmanager
+    def _selected_head(self, token_ids: torch.Tensor) -> Iterator[None]:
+        """Lets [`~TargetStates.logits`] return those of some tokens for a while."""
+        head = self.target.get_output_embeddings()
+        token_ids = token_ids.to(head.weight.device)
+        weight, bias = head.weight[token_ids], None if head.bias is None else head.bias[token_ids]
+        with replaced_forward(head, lambda states: F.linear(states, weight, bias)):
+            yield
 
     def features(self, batch: dict[str, torch.Tensor], draft_token_ids: torch.Tensor) -> Features:
         """Returns the states that a draft reads of a collated batch, and its [`~TargetStates.distributions`]."""
@@ -185,11 +237,21 @@ class TargetStates:
         return mine
 
     def _features(self, batch: dict[str, torch.Tensor], draft_token_ids: torch.Tensor) -> Features:
-        if "states" in batch:
-            aux, last = batch["states"][:, :, :-1].flatten(2), batch["states"][:, :, -1].to(self.target.dtype)
-        else:
+        if "states" not in batch:
             aux, last = self(batch)
-        return aux, *self.distributions(last, draft_token_ids)
+            return aux, *self.distributions(last, draft_token_ids)
+        aux, last = batch["states"][:, :, :-1].flatten(2), batch["states"][:, :, -1].to(self.target.dtype)
+        return aux, *self.distributions(last, draft_token_ids, (batch["best_tokens"], batch["log_sums"]))
+
+
+def best_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """Returns the most probable tokens `(R,)` of logits `(R, V)`."""
+    return logits.max(dim=-1).indices  # argmax is slow in bfloat16
+
+
+def summary_of(logits: torch.Tensor) -> Summary:
+    """Returns the [`Summary`] `(R,)` of logits `(R, V)`."""
+    return best_tokens(logits), log_sum_exp(logits)
 
 
 class StoredOutput(BaseModelOutputWithPast):
@@ -202,10 +264,10 @@ class StoredOutput(BaseModelOutputWithPast):
 
 
 @contextmanager
-def replaced_forward(module: torch.nn.Module, output: BaseModelOutputWithPast) -> Iterator[None]:
-    """Lets a module return `output` for a while."""
+def replaced_forward(module: torch.nn.Module, forward: Callable) -> Iterator[None]:
+    """Lets a module call `forward` for a while."""
     before = module.__dict__.get("forward")  # accelerate puts one on the instance
-    module.forward = lambda *args, **kwargs: output
+    module.forward = forward
     try:
         yield
     finally:

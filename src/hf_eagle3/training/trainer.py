@@ -1,6 +1,7 @@
 """[`Eagle3Trainer`]: TRL's `SFTTrainer`, training a draft by training-time test."""
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
@@ -56,6 +57,7 @@ logger = get_logger(__name__)
 
 # A fresh draft has no threshold, because only the probabilities of a trained one say which nodes to verify.
 CONFIDENCE_THRESHOLD = 0.02
+PADDING_ON_CPU = 64  # rows have a multiple of so many tokens
 
 
 class Eagle3Trainer(DraftSavingTrainer):
@@ -117,6 +119,8 @@ class Eagle3Trainer(DraftSavingTrainer):
         check_output_folder(args.output_dir, target_name, peft_config is not None or isinstance(model, PeftModel))
         assert not isinstance(args.target_model_init_kwargs, str)  # the arguments check it
         with_images = any(map(shows_images, all_datasets(kwargs.get("train_dataset"), kwargs.get("eval_dataset"))))
+        if args.chat_template_path is not None or args.eos_token is not None:  # the caller's stays as it is
+            kwargs["processing_class"] = copy.deepcopy(kwargs.get("processing_class"))
         target_model, tokenizer, processor = load_target(
             target_model,
             args.target_model_init_kwargs,
@@ -237,6 +241,11 @@ class Eagle3Trainer(DraftSavingTrainer):
             self.data_collator.padding_free = self.args.padding_free and not are_packed[0]
             # By default TRL takes a row for one document if it was packed before (`skip_prepare_dataset`).
             self.data_collator.return_position_ids = self.padding_free or any(are_packed)
+        computes_bfloat16 = self.args.bf16 and self.args.device.type == "cpu"
+        if computes_bfloat16 and getattr(self.data_collator, "pad_to_multiple_of", 0) is None:
+            # In bfloat16, torch compiles a kernel for each new shape of a product, which takes longer than the product.
+            longest = getattr(self.target_model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+            self.data_collator.pad_to_multiple_of = math.gcd(PADDING_ON_CPU, longest or PADDING_ON_CPU)
         if store is not None:
             self.data_collator = FeatureCollator(self.data_collator, store)
         if isinstance(self.images, ImageReader):

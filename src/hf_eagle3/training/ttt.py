@@ -190,7 +190,8 @@ class SampledVocabulary(NamedTuple):
     @classmethod
     def of(cls, batch: TTTBatch, draft: DraftModel, num_sampled: int) -> "SampledVocabulary":
         """
-        Takes all tokens that reach `LEAST_PROBABILITY` anywhere in the batch, and `num_sampled` of the others at random.
+        Takes all tokens that reach `LEAST_PROBABILITY` anywhere in the batch, and of the others `num_sampled`, or up to a quarter
+        more, at random.
         """
         total = log_sum_exp(batch.target_logits)
         parts = pieces(batch.target_logits, total)
@@ -198,7 +199,8 @@ class SampledVocabulary(NamedTuple):
         is_likely = best >= math.log(LEAST_PROBABILITY)
         num_likely = int(is_likely.sum())  # the only sync of an unroll
         num_others = len(best) - num_likely
-        num_sampled = min(num_sampled, num_others)
+        group = max(num_sampled // 4, 1)  # in all, whole groups: a CPU compiles kernels for each new size in bfloat16
+        num_sampled = min(num_sampled + -(num_likely + num_sampled) % group, num_others)
         order = torch.rand(len(best), device=best.device) + is_likely
         tokens = order.topk(num_likely + num_sampled).indices.sort().values
         log_weights = torch.zeros_like(best, dtype=torch.float32)
@@ -213,7 +215,7 @@ class SampledVocabulary(NamedTuple):
 
     def of_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns the sampled logits `(..., S)` of `logits` `(..., draft_vocab_size)`."""
-        return logits.index_select(-1, self.tokens) + self.log_weights
+        return logits[..., self.tokens] + self.log_weights
 
 
 def draft_loss(draft: DraftModel, batch: TTTBatch, steps: int, **kwargs: Any) -> TTTOutput:

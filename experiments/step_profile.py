@@ -1,4 +1,4 @@
-"""Measures where the time of a step goes."""
+"""Measures where the time of a decoding step goes. `gpu_steps.py` uses it."""
 
 import functools
 import time
@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from ..remote_code import decoding_eagle3, verify_eagle3
-from ..remote_code.cache_eagle3 import TreeCache
-from ..remote_code.drafter_eagle3 import Drafter, Slots
-from ..remote_code.lookup_eagle3 import PromptLookup
-from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation
-from ..remote_code.verify_eagle3 import Verifier
-from .benchmark import synchronize
-from .results import markdown_table
+from hf_eagle3.evaluation.benchmark import synchronize
+from hf_eagle3.evaluation.results import markdown_table
+from hf_eagle3.remote_code import decoding_eagle3, verify_eagle3
+from hf_eagle3.remote_code.cache_eagle3 import TreeCache
+from hf_eagle3.remote_code.drafter_eagle3 import Drafter, Slots
+from hf_eagle3.remote_code.lookup_eagle3 import PromptLookup
+from hf_eagle3.remote_code.modeling_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.remote_code.verify_eagle3 import Verifier
 
 
 PROMPT, REST = "prompt", "Python and the rest"
