@@ -148,11 +148,13 @@ def warn_of_positions(
     return dataset
 
 
-def check_prepared(dataset: Dataset | IterableDataset, vocab_size: int, name: str) -> None:
+def check_prepared(
+    dataset: Dataset | IterableDataset, vocab_size: int, name: str, may_be_padded: bool = False
+) -> None:
     """
     Checks rows that are trained on as they are (`skip_prepare_dataset`), except those of a stream, which are not known in advance.
-    Raises `ValueError` if there are no `input_ids`, a token is not the target's, labels are not the tokens, or no row teaches
-    anything.
+    Raises `ValueError` if there are no `input_ids`, a token is not the target's, labels are not the tokens, no row teaches anything, or
+    rows have padding, unless they `may_be_padded`, because a caller's collator reads masks.
     """
     columns = get_dataset_column_names(dataset)
     if "input_ids" not in columns:
@@ -162,6 +164,13 @@ def check_prepared(dataset: Dataset | IterableDataset, vocab_size: int, name: st
         )
     if not isinstance(dataset, Dataset) or len(dataset) == 0:
         return
+    if "attention_mask" in columns and not may_be_padded:
+        for table in dataset.select_columns("attention_mask").with_format("arrow").iter(batch_size=1000):
+            if not pc.list_flatten(table["attention_mask"].combine_chunks()).to_numpy(zero_copy_only=False).all():
+                raise ValueError(
+                    f"Rows of the {name} data have padding (`attention_mask`), which `skip_prepare_dataset=True` would leave in, and the "
+                    "target would read it. Leave `skip_prepare_dataset` out, which removes padding, or remove it yourself."
+                )
     names, num_taught, first = [each for each in ("input_ids", "labels") if each in columns], 0, 0
     for table in dataset.select_columns(names).with_format("arrow").iter(batch_size=1000):
         lists = [table[each].combine_chunks() for each in names]
