@@ -43,6 +43,10 @@ GOOD = {
         {"messages": [{"role": "human", "content": "a"}, {"role": "Assistant", "content": "b"}]},
         {"messages": CHAT},
     ),
+    "LangChain's roles": (
+        {"messages": [{"role": "human", "content": "a"}, {"role": "ai", "content": "b"}]},
+        {"messages": CHAT},
+    ),
     "a role of a template": (
         {"messages": [U, {"role": "ipython", "content": "b"}]},
         {"messages": [U, {"role": "ipython", "content": "b"}]},

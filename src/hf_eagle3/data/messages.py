@@ -11,7 +11,7 @@ from .values import RowError, UnusableRow, as_list, check_is_json, from_json, is
 # ShareGPT's and OpenAI's older names of speakers, and the roles they stand for.
 ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot", "assistant"), "assistant"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot", "ai", "assistant"), "assistant"),
     **dict.fromkeys(("system", "developer"), "system"),  # many templates leave out OpenAI's newer name, or refuse it
     **dict.fromkeys(("tool", "observation", "function", "tool_response"), "tool"),
 }
