@@ -1,6 +1,7 @@
 """Checks of training data, before or while it is prepared."""
 
 import logging
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from .rows import kind_of
 
 logger = logging.getLogger(__name__)
 
+NUM_LOOKED_AT = 8  # rows of a stream that may have JSON in place of texts
 VERY_LONG = 16_384  # tokens in a row, above which `max_length=None` gives a warning
 
 
@@ -72,9 +74,26 @@ def kind_of_data(dataset: Dataset | IterableDataset, text_field: str, name: str)
     """
     first = first_row(dataset, name)
     try:
-        return kind_of(first, text_field)
+        kind = kind_of(first, text_field)
     except ValueError as error:
         raise ValueError(f"The {name} data {error}") from None
+    if isinstance(dataset, IterableDataset) and dataset.features is None:
+        texts = [text for row in islice(dataset, NUM_LOOKED_AT) for text in _texts_in(row.get(kind))]
+        if texts and all(text[:1] + text[-1:] in ('""', "[]") for text in texts):
+            raise ValueError(
+                f"The {name} data has JSON in place of texts, such as {texts[0]!r:.80}. A stream of an array in a .json file does so if "
+                "texts and lists are mixed. Load the data without `streaming`, or store one object a line (.jsonl)."
+            )
+    return kind
+
+
+def _texts_in(value: Any) -> list[str]:
+    """Returns a text, or the contents of messages that are texts."""
+    if isinstance(value, str):
+        return [value]
+    messages = [message for message in value or () if isinstance(message, dict)] if isinstance(value, list) else []
+    contents = [message.get(key) for message in messages for key in ("content", "value")]
+    return [content for content in contents if isinstance(content, str)]
 
 
 def first_row(dataset: Dataset | IterableDataset, name: str) -> dict[str, Any]:
