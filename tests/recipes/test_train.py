@@ -681,16 +681,20 @@ def test_help_on_python_3_14(monkeypatch):
     assert "\nArguments:\n  --own" in Eagle3Parser((Arguments,)).format_help()
 
 
-def test_numbers_of_a_file(tmp_path):
-    """YAML reads `1e-5` as a text. The parser mends only flags, not what is in dictionaries."""
+def test_numbers_of_a_file(tmp_path, monkeypatch):
+    """
+    YAML reads `1e-5` as a text. The parser mends only flags, not what is in dictionaries. TRL reads the file in the encoding of the
+    system, which is a code page on Windows.
+    """
+    monkeypatch.setattr("trl.scripts.utils.open", partial(open, encoding="cp1252"), raising=False)
     (tmp_path / "config.yaml").write_text(
-        "output_dir: out\nuse_cpu: true\nbf16: false\nlearning_rate: 1e-4\nmodel_init_kwargs: {rms_norm_eps: 1e-6, name: e5}\n"
+        "output_dir: out\neos_token: <｜end▁of▁sentence｜>\nuse_cpu: true\nbf16: false\nlearning_rate: 1e-4\nmodel_init_kwargs: {rms_norm_eps: 1e-6, name: e5}\n"
         "lr_scheduler_kwargs:\n  min_lr: 1E-5\n  list: [-2.5e+3]\n"
     )
     (arguments,) = Eagle3Parser((Eagle3TrainingArguments,)).parse_args_and_config(
         ["--config", str(tmp_path / "config.yaml")]
     )
-    assert arguments.learning_rate == 1e-4
+    assert arguments.learning_rate == 1e-4 and arguments.eos_token == "<｜end▁of▁sentence｜>"
     assert arguments.model_init_kwargs == {"rms_norm_eps": 1e-6, "name": "e5"}
     assert arguments.lr_scheduler_kwargs == {"min_lr": 1e-5, "list": [-2500.0]}
 
