@@ -1,6 +1,7 @@
 """What a row may be, and what is said of one that is something else."""
 
 import json
+from datetime import datetime
 
 import numpy as np
 import pytest
@@ -40,6 +41,10 @@ GOOD = {
     "ShareGPT under messages": ({"messages": SHAREGPT}, {"messages": CHAT}),
     "ShareGPT's roles": (
         {"messages": [{"role": "human", "content": "a"}, {"role": "Assistant", "content": "b"}]},
+        {"messages": CHAT},
+    ),
+    "LangChain's roles": (
+        {"messages": [{"role": "human", "content": "a"}, {"role": "ai", "content": "b"}]},
         {"messages": CHAT},
     ),
     "a role of a template": (
@@ -323,6 +328,19 @@ BAD = {
     "tools of another type": (
         {"messages": CHAT, "tools": [5]},
         r"'tools' is \[5\], but must be a list of JSON schemas",
+    ),
+    "tools with a date": (
+        {"messages": CHAT, "tools": [{"name": "f", "parameters": {"default": datetime(2026, 1, 2)}}]},
+        "'tools' has what JSON does not have: Object of type datetime .*load the column as the type `Json`",
+    ),
+    "calls with a date": (
+        {
+            "messages": [
+                U,
+                {**A, "tool_calls": [{"function": {"name": "f", "arguments": {"day": datetime(2026, 1, 2)}}}]},
+            ]
+        },
+        "a tool call of message 1 of 'messages' has what JSON does not have",
     ),
     "template arguments of another type": (
         {"messages": CHAT, "chat_template_kwargs": [1]},

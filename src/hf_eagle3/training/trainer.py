@@ -224,8 +224,9 @@ class Eagle3Trainer(DraftSavingTrainer):
         train, *evaluated = all_datasets(kwargs["train_dataset"], kwargs.get("eval_dataset"))
         first_row(train, "train")  # `SFTTrainer` takes it, and raises an empty `StopIteration` without one
         for dataset, name in [(train, "train"), *((each, "eval") for each in evaluated if each is not None)]:
-            if kwargs.get("data_collator") is None or "input_ids" in get_dataset_column_names(dataset):
-                check_prepared(dataset, self.target_vocab_size, name)  # a collator may tokenize
+            has_collator = kwargs.get("data_collator") is not None
+            if not has_collator or "input_ids" in get_dataset_column_names(dataset):  # a collator may tokenize
+                check_prepared(dataset, self.target_vocab_size, name, may_be_padded=has_collator)
         return train
 
     def _complete_collator(self, store: FeatureStore | None, is_callers: bool) -> None:
