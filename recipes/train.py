@@ -69,7 +69,7 @@ from hf_eagle3.data import read_json_lines, shows_images
 from hf_eagle3.data.answers import features_of
 from hf_eagle3.data.messages import CONVERSATIONS
 from hf_eagle3.data.nulls import aligned, with_json
-from hf_eagle3.data.rows import check_utf8
+from hf_eagle3.data.rows import check_no_line_is_empty, check_utf8
 from hf_eagle3.environment import command_line, errors_in_one_line, folder_or_hub_id, place_of_draft
 from hf_eagle3.training import FeatureStore
 from hf_eagle3.training.models import load_processing_class
@@ -198,6 +198,8 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
     lines = files or sorted(map(str, Path(name).glob("*.jsonl")))
     lines = [file for file in lines if file.endswith((".json", ".jsonl"))]
 
+    may_have_arrays = suffix == ".json" or any(Path(name).glob("*.json"))
+
     def load(features: Features | None = None) -> DatasetDict:
         kwargs = {"streaming": streaming, "features": features}
         if files:
@@ -211,13 +213,26 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
     try:
         try:
             # A stream would fail in the middle of training, at the first row with other columns.
-            loaded = load(features_of_lines() if streaming and suffix != ".json" else None)
-            features = next(iter(loaded.values())).features if lines else None
+            of_all = features_of_lines() if streaming and suffix != ".json" else None
+            loaded = load()
+            features = next(iter(loaded.values())).features
+            # An array is read whole in any case, and a stream of it would have JSON in place of texts.
+            if streaming and features is None and may_have_arrays:
+                whole = load_data(replace(script_args, dataset_streaming=False), mixture)
+                return DatasetDict({each: rows.to_iterable_dataset() for each, rows in whole.items()})
             for file in lines if PartialState().is_local_main_process else ():
                 check_utf8(file)
-            if features is not None and (with_nulls := with_json(features)) != features:
-                return load(with_nulls)
-            return loaded
+            if features is None or not (lines or may_have_arrays):
+                return loaded
+            wanted = with_json(features)
+            if streaming:
+                changed = {each: wanted[each] for each in wanted if wanted[each] != features[each]}
+                wanted = Features({**with_json(of_all or features, is_stream=True), **changed})
+            if wanted == features:
+                return loaded
+            for file in lines:
+                check_no_line_is_empty(file)
+            return load(wanted)
         except DatasetGenerationError:
             if (features := features_of_lines()) is None:
                 raise

@@ -181,8 +181,9 @@ def parts_of(message: dict) -> Iterator[tuple[str, Any, list[list[dict]]]]:
     if len(calls) > 1 and not has_call(content, calls[1]):  # gpt-oss's template leaves it out
         yield "tool calls after a message's first", None, [[{**message, "tool_calls": calls[:1]}]]
     if reasoning := next((message[name] for name in REASONING if isinstance(message.get(name), str)), None):
-        without = {name: value for name, value in message.items() if name not in REASONING}
-        yield "the assistant's reasoning", reasoning, [[without]]
+        # Not without any: some templates write other white space then (Nemotron 3).
+        other = {name: "3.14159" if name in REASONING else value for name, value in message.items()}
+        yield "the assistant's reasoning", reasoning, [[other]]
     within, mark, answer = content.partition("</think>") if isinstance(content, str) else ("", "", "")
     if mark and (within := within.replace("<think>", "").strip()):  # DeepSeek-R1's template leaves it out
         # Some templates also drop the lines between reasoning and answer (Qwen3, LFM2.5).

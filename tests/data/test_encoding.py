@@ -319,6 +319,7 @@ def test_reasoning_that_a_template_takes_only_in_contents():
     ("qwen3", True, False),  # TRL's version writes it
     ("glm4moe", True, True),
     ("lfm2_2_5_v2", True, True),
+    ("nemotron_3_nano", True, True),
 ])  # fmt: skip
 def test_reasoning_that_a_template_writes_only_in_the_last_turn_is_counted(name, assistant_only_loss, is_cut, caplog):
     encoder = RowEncoder(byte_tokenizer(TEMPLATES[name]), "messages", assistant_only_loss=assistant_only_loss)
@@ -350,6 +351,22 @@ def test_templates_get_what_those_of_trl_get(assistant_only_loss):
 def test_templates_that_take_arguments_as_text():
     encoder = RowEncoder(byte_tokenizer(TEMPLATES["deepseekv3"]), "messages")
     assert '{"city": "Ulm"}' in encoder.tokenizer.decode(encoder({"messages": CALLS})["input_ids"])
+
+
+@pytest.mark.parametrize("name, cut", [("gptoss", True), ("qwen3", False)])
+def test_prompts_that_a_template_writes_in_another_way_before_an_answer(name, cut):
+    """gpt-oss's leaves out what an assistant thought before a call, once it has answered. What the tool said would be learned."""
+    thought = [PLAIN[0], {**CALLS[1], "reasoning_content": "Look."}, CALLS[2]]
+    encoder = RowEncoder(tokenizer := byte_tokenizer(TEMPLATES[name]), "prompt")
+    row = {"prompt": CALLS[:3], "completion": PLAIN[1:2], "tools": [{"type": "function", "function": TOOL}]}
+    (said,) = learned(tokenizer, encoder(row))
+    assert "Yes." in said and "rain" not in said
+    row["prompt"] = thought
+    if cut:
+        with pytest.raises(UnusableRow, match="writes its prompt in another way if the completion follows"):
+            encoder(row)
+    else:
+        assert "rain" not in learned(tokenizer, encoder(row))[0]
 
 
 def test_what_cannot_be_encoded():

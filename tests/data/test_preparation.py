@@ -10,13 +10,14 @@ import pytest
 import torch
 import trainers
 from conftest import CHAT_TEMPLATE, make_byte_tokenizer, make_gpt2, make_target
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, load_dataset
 from messages import assistant, user
 from messages import learned as runs_learned
 from transformers import ProcessorMixin
 from trl.chat_template_utils import qwen3_chat_template
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer
+from hf_eagle3.data import kind_of_data
 from hf_eagle3.tokenizer import load_tokenizer, padding_token, read_template
 from hf_eagle3.training import ttt
 from hf_eagle3.training.models import load_target
@@ -329,6 +330,19 @@ def test_a_few_broken_rows_do_not_stop_a_stream(tokenizer, tmp_path, caplog):
         histories.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     assert histories[0] == histories[1] and len(histories[0]) == 4
     assert "'text' is missing or has nothing in it. It is left out, with 1 of the 7 rows before it" in caplog.text
+
+
+def test_streams_that_have_json_in_place_of_texts(tmp_path):
+    """`datasets` does not know the types of an array before it has read it. If only some texts are like JSON, they are texts."""
+    path, parts = tmp_path / "a.json", [{"type": "text", "text": "a"}]
+    for content, told in ((parts, "has JSON in place of texts, such as '\"a\"'. .* without `streaming`"), ("a", None)):
+        rows = [
+            [{"role": "user", "content": each}, {"role": "assistant", "content": '"b"'}] for each in ("a", content)
+        ]
+        path.write_text(json.dumps([{"messages": row} for row in rows]))
+        stream = load_dataset("json", data_files=str(path), streaming=True, split="train")
+        with nullcontext() if told is None else pytest.raises(ValueError, match=told):
+            assert kind_of_data(stream, "text", "train") == "messages"
 
 
 def test_very_long_rows_are_reported(tokenizer, tmp_path, caplog):

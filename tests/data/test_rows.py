@@ -1,6 +1,7 @@
 """What a row may be, and what is said of one that is something else."""
 
 import json
+from datetime import datetime
 
 import numpy as np
 import pytest
@@ -57,6 +58,8 @@ GOOD = [
     ({"conversations": SHAREGPT}, C),
     ({"messages": SHAREGPT}, C),
     (M({"role": "human", "content": "a"}, {"role": "Assistant", "content": "b"}), C),
+    # LangChain's role.
+    (M(U, {"role": "ai", "content": "b"}), C),
     (M(U, {"role": "ipython", "content": "b"}), M(U, {"role": "ipython", "content": "b"})),
     # OpenAI's newer name of a system prompt.
     (M({"role": "developer", "content": "s"}, *CHAT), M(system("s"), *CHAT)),
@@ -183,6 +186,7 @@ GOOD = [
     ),
     ({"input_ids": [5, 6, 7], "seq_lengths": [1, 2]}, tokens([5, 6, 7], [5, 6, 7], seq_lengths=[1, 2])),
 ]
+DAY = {"day": datetime(2026, 1, 2)}
 BAD = [
     ({"messages": None}, "'messages' is missing or has nothing in it"),
     ({"messages": None, "text": "a"}, "'messages' has nothing in it, but 'text' has. All rows must"),
@@ -218,6 +222,14 @@ BAD = [
     ({**C, "system": "s", "system_prompt": "t"}, "two different system prompts, in 'system' and in 'system_prompt'"),
     ({**C, "tools": "f(city)"}, r"'tools' has 'f\(city\)', which is not JSON"),
     ({**C, "tools": [5]}, r"'tools' is \[5\], but must be a list of JSON schemas"),
+    (
+        {**C, "tools": [{**TOOL, "parameters": DAY}]},
+        "'tools' has what JSON does not have: Object of type datetime .*load the column as the type `Json`",
+    ),
+    (
+        M(U, {**A, "tool_calls": [{"function": {"name": "f", "arguments": DAY}}]}),
+        "a tool call of message 1 of 'messages' has what JSON does not have",
+    ),
     ({**C, "chat_template_kwargs": [1]}, r"'chat_template_kwargs' is \[1\], but must be a dictionary"),
     ({**C, "chat_template_kwargs": {"add_generation_prompt": True}}, "has 'add_generation_prompt', which is set here"),
     (M(U, {**A, "tool_calls": ["f"]}), "'f' among its tool_calls"),

@@ -392,14 +392,35 @@ def test_names_of_files_are_no_patterns(tmp_path, load_data, streaming):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_nulls_of_files_stay(tmp_path, load_data, streaming):
-    """`datasets` stores tools that are alike in all rows as structures, whose `null`s may have been added."""
-    tools = [{"name": "f", "parameters": {"city": {"default": None}}}]
-    row = {"messages": [user("a"), assistant("b")], "tools": tools, "chat_template_kwargs": {"style": None}}
-    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row))
-    rows = load_data(tmp_path, streaming)["train"]
-    read = [read_row(each, "messages", rows.features).template_kwargs for each in rows]
-    assert read == [{"tools": tools, "style": None}] * 2
+@pytest.mark.parametrize("name", ["train.jsonl", "train.json", ""])
+def test_values_of_files_stay(tmp_path, load_data, name, streaming):
+    """
+    `datasets` stores tools that are alike in all rows as structures, whose `null`s may have been added. It takes texts for dates, integers
+    for floats, and in a stream of an array it shows JSON in place of texts.
+    """
+    tools = [{"name": "f", "parameters": {"default": None, "day": "2026-01-02"}}]
+    calls = [[{"function": {"name": "f", "arguments": {"day": "2026-01-02T03:04Z", "n": n}}}] for n in (1, 1.5)]
+    texts = ("a", "a" if name == "train.jsonl" else [{"type": "text", "text": "a"}])
+    chats = [[user(text), assistant("b", tool_calls=call)] for text, call in zip(texts, calls)]
+    rows = [{"messages": chat, "tools": tools, "chat_template_kwargs": {"style": None}} for chat in chats]
+    lines = "\n".join(map(json.dumps, rows))
+    (tmp_path / (name or "train.json")).write_text(lines if name == "train.jsonl" else json.dumps(rows))
+    read = load_data(tmp_path / name, streaming)["train"]
+    contents = [read_row(row, "messages", read.features) for row in read]
+    assert [row.template_kwargs for row in contents] == [{"tools": tools, "style": None}] * 2
+    said = [message for row in contents for message in row.messages]
+    assert [message["content"] for message in said] == ["a", "b", "a", "b"]
+    assert repr([message["tool_calls"] for message in said[1::2]]) == repr(calls)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_answers_that_are_dates(tmp_path, load_data, streaming):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "When?", "completion": "2026-01-02"}\n' * 2)
+    assert [row["completion"] for row in load_data(path, streaming)["train"]] == ["2026-01-02"] * 2
+    path.write_text('{"prompt": "When?", "completion": "2026-01-02"}\n\n')
+    with pytest.raises(ValueError, match="a.jsonl, line 2 is empty, .* Remove the line"):
+        load_data(path, streaming)
 
 
 @pytest.mark.parametrize("place, streaming", [("file", False), ("file", True), ("folder", False), ("folder", True)])
@@ -632,13 +653,17 @@ def test_help_on_python_3_14(monkeypatch):
     assert "\nArguments:\n  --own" in Eagle3Parser((Arguments,)).format_help()
 
 
-def test_numbers_of_a_file(parsed):
-    """YAML reads `1e-5` as a text. The parser mends only flags, not what is in dictionaries."""
+def test_numbers_of_a_file(parsed, monkeypatch):
+    """
+    YAML reads `1e-5` as a text. The parser mends only flags, not what is in dictionaries. TRL reads the file in the encoding of the
+    system, which is a code page on Windows.
+    """
+    monkeypatch.setattr("trl.scripts.utils.open", partial(open, encoding="cp1252"), raising=False)
     arguments = parsed(
-        "output_dir: out\nuse_cpu: true\nbf16: false\nlearning_rate: 1e-4\nmodel_init_kwargs: {rms_norm_eps: 1e-6, name: e5}\n"
+        "output_dir: out\neos_token: <｜end▁of▁sentence｜>\nuse_cpu: true\nbf16: false\nlearning_rate: 1e-4\nmodel_init_kwargs: {rms_norm_eps: 1e-6, name: e5}\n"
         "lr_scheduler_kwargs:\n  min_lr: 1E-5\n  list: [-2.5e+3]\n"
     )
-    assert arguments.learning_rate == 1e-4
+    assert arguments.learning_rate == 1e-4 and arguments.eos_token == "<｜end▁of▁sentence｜>"
     assert arguments.model_init_kwargs == {"rms_norm_eps": 1e-6, "name": "e5"}
     assert arguments.lr_scheduler_kwargs == {"min_lr": 1e-5, "list": [-2500.0]}
 

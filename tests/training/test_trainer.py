@@ -236,6 +236,11 @@ def test_data_that_is_taken_as_it_is(tmp_path, tokenizer, caplog):
         (TEXTS, r"needs a column `input_ids`, but the train data has only \['text'\]"),
         (rows([5, 6, 7, 8]).select([]), "The train data has no rows"),
         (rows([5, 6, 7, 8]).to_iterable_dataset().filter(lambda row: False), "The train data has no rows"),
+        (rows([5, 6, 7, 8]).add_column("attention_mask", [[1] * 3, [1] * 4]), None),
+        (
+            rows([5, 6, 7, 8]).add_column("attention_mask", [[1] * 3, [0, 1, 1, 1]]),
+            "Rows of the train data have padding",
+        ),
     ):
         with nullcontext() if reason is None else pytest.raises(ValueError, match=reason):
             make_trainer(tmp_path, tokenizer, dataset=data, dataset_kwargs={"skip_prepare_dataset": True})

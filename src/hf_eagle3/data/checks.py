@@ -1,6 +1,7 @@
 """Checks of training data, before or while it is prepared."""
 
 import logging
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from .rows import kind_of
 
 logger = logging.getLogger(__name__)
 
+NUM_LOOKED_AT = 8  # rows of a stream that may have JSON in place of texts
 VERY_LONG = 16_384  # tokens in a row, above which `max_length=None` gives a warning
 
 
@@ -72,9 +74,26 @@ def kind_of_data(dataset: Dataset | IterableDataset, text_field: str, name: str)
     """
     first = first_row(dataset, name)
     try:
-        return kind_of(first, text_field)
+        kind = kind_of(first, text_field)
     except ValueError as error:
         raise ValueError(f"The {name} data {error}") from None
+    if isinstance(dataset, IterableDataset) and dataset.features is None:
+        texts = [text for row in islice(dataset, NUM_LOOKED_AT) for text in _texts_in(row.get(kind))]
+        if texts and all(text[:1] + text[-1:] in ('""', "[]") for text in texts):
+            raise ValueError(
+                f"The {name} data has JSON in place of texts, such as {texts[0]!r:.80}. A stream of an array in a .json file does so if "
+                "texts and lists are mixed. Load the data without `streaming`, or store one object a line (.jsonl)."
+            )
+    return kind
+
+
+def _texts_in(value: Any) -> list[str]:
+    """Returns a text, or the contents of messages that are texts."""
+    if isinstance(value, str):
+        return [value]
+    messages = [message for message in value or () if isinstance(message, dict)] if isinstance(value, list) else []
+    contents = [message.get(key) for message in messages for key in ("content", "value")]
+    return [content for content in contents if isinstance(content, str)]
 
 
 def first_row(dataset: Dataset | IterableDataset, name: str) -> dict[str, Any]:
@@ -148,11 +167,13 @@ def warn_of_positions(
     return dataset
 
 
-def check_prepared(dataset: Dataset | IterableDataset, vocab_size: int, name: str) -> None:
+def check_prepared(
+    dataset: Dataset | IterableDataset, vocab_size: int, name: str, may_be_padded: bool = False
+) -> None:
     """
     Checks rows that are trained on as they are (`skip_prepare_dataset`), except those of a stream, which are not known in advance.
-    Raises `ValueError` if there are no `input_ids`, a token is not the target's, labels are not the tokens, or no row teaches
-    anything.
+    Raises `ValueError` if there are no `input_ids`, a token is not the target's, labels are not the tokens, no row teaches anything, or
+    rows have padding, unless they `may_be_padded`, because a caller's collator reads masks.
     """
     columns = get_dataset_column_names(dataset)
     if "input_ids" not in columns:
@@ -162,6 +183,13 @@ def check_prepared(dataset: Dataset | IterableDataset, vocab_size: int, name: st
         )
     if not isinstance(dataset, Dataset) or len(dataset) == 0:
         return
+    if "attention_mask" in columns and not may_be_padded:
+        for table in dataset.select_columns("attention_mask").with_format("arrow").iter(batch_size=1000):
+            if not pc.list_flatten(table["attention_mask"].combine_chunks()).to_numpy(zero_copy_only=False).all():
+                raise ValueError(
+                    f"Rows of the {name} data have padding (`attention_mask`), which `skip_prepare_dataset=True` would leave in, and the "
+                    "target would read it. Leave `skip_prepare_dataset` out, which removes padding, or remove it yourself."
+                )
     names, num_taught, first = [each for each in ("input_ids", "labels") if each in columns], 0, 0
     for table in dataset.select_columns(names).with_format("arrow").iter(batch_size=1000):
         lists = [table[each].combine_chunks() for each in names]

@@ -206,7 +206,7 @@ class RowEncoder(PromptEncoder):
                 message["role"] == "assistant" and says_something(message) for message in row.messages[row.num_given :]
             ):
                 raise UnusableRow("its completion is empty")
-            num_given = common_prefix_length(self._prompt(row, row.num_given, expansion), tokens)
+            num_given = self._num_given(row, expansion, tokens)
         labels = [-100] * len(tokens)
         for start, end in ranges:
             start = max(start, num_given)
@@ -260,11 +260,25 @@ class RowEncoder(PromptEncoder):
         except Exception as error:
             raise UnusableRow(f"the chat template refuses it: {error or type(error).__name__}") from error
 
-    def _prompt(self, row: Row, num_messages: int, expansion: Expansion) -> list[int]:
-        """Returns the tokens of the first messages, up to where the answer begins."""
+    def _num_given(self, row: Row, expansion: Expansion, tokens: list[int]) -> int:
+        """Returns how many tokens of a conversation are of its prompt, up to where the completion begins."""
+        asked = self.rendered_tokens(self._prompt(row, expansion, add_generation_prompt=True))
+        num_asked = common_prefix_length(asked, tokens)
+        if num_asked == len(asked):
+            return num_asked
+        # The target may be asked for the completion in another way than it is written, such as with a beginning of its reasoning.
+        num_alone = self._num_tokens(self._prompt(row, expansion), tokens)
+        if num_alone is None:
+            raise UnusableRow(
+                "the chat template writes its prompt in another way if the completion follows, such as without the reasoning of earlier "
+                "turns, so it is not known where the completion begins. Write the prompt like that, or pass another template"
+            )
+        return max(num_asked, num_alone)
+
+    def _prompt(self, row: Row, expansion: Expansion, **kwargs: Any) -> str:
+        """Returns the text of a prompt of messages."""
         try:
-            text = self.render(row.messages[:num_messages], add_generation_prompt=True, **row.template_kwargs)
-            return self.rendered_tokens(expansion.of(text))
+            return expansion.of(self.render(row.messages[: row.num_given], **row.template_kwargs, **kwargs))
         except Exception as error:
             raise UnusableRow(f"the chat template refuses its prompt: {error or type(error).__name__}") from error
 

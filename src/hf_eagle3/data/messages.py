@@ -5,13 +5,13 @@ from numbers import Real
 from typing import Any
 
 from ..tokenizer import REASONING
-from .values import RowError, UnusableRow, as_list, from_json, is_something, shown
+from .values import RowError, UnusableRow, as_list, check_is_json, from_json, is_something, shown
 
 
 # ShareGPT's and OpenAI's older names of speakers, and the roles they stand for.
 ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot", "assistant"), "assistant"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot", "ai", "assistant"), "assistant"),
     **dict.fromkeys(("system", "developer"), "system"),  # many templates leave out OpenAI's newer name, or refuse it
     **dict.fromkeys(("tool", "observation", "function", "tool_response"), "tool"),
 }
@@ -250,4 +250,5 @@ def _read_call(call: Any, where: str) -> dict:
             return call  # any other text goes to the template as it is
         if isinstance(arguments, dict):
             function["arguments"] = arguments
+    check_is_json(function.get("arguments"), f"a tool call of {where}")
     return call

@@ -1,6 +1,7 @@
 """
-The `None`s of a row: Arrow gives each dictionary in a column the keys of all rows, with `None` where a row has no such key. Only a
-column of type `Json`, which is stored as a text, has the `None`s of the data alone (`"default": null` in the schema of a tool).
+What Arrow changes in a row: it gives each dictionary in a column the keys of all rows, with `None` where a row has no such key, and reads
+texts of JSON as dates. Only a column of type `Json`, which is stored as a text, has the values of the data alone (`"default": null` in the
+schema of a tool).
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,14 +36,17 @@ def without_nulls(value: Any, feature: Any = None) -> Any:
     return value
 
 
-def with_json(features: Features) -> Features:
+def with_json(features: Features, is_stream: bool = False) -> Features:
     """
-    Returns features for loading JSON anew, so that its `null`s stay: of type `Json` where a key has no other value in any row.
+    Returns features for loading JSON anew, so that it stays as it is: of type `Json` where a key has no other value than `null` in any
+    row, or Arrow takes texts for dates. In a stream Arrow may do so later, or turn integers into floats, wherever there are more than texts.
     """
-    with_nulls = {
-        name: feature for name, feature in features.items() if name in STRUCTURED and _has_key_of_nulls(feature)
+    changed = {
+        name: feature
+        for name, feature in features.items()
+        if name in STRUCTURED and (_is_changed(feature) or (is_stream and _has_more_than_texts(feature)))
     }
-    json_of = {name: List(Json()) if isinstance(feature, List) else Json() for name, feature in with_nulls.items()}
+    json_of = {name: List(Json()) if isinstance(feature, List) else Json() for name, feature in changed.items()}
     return Features({**features, **json_of})
 
 
@@ -70,8 +74,16 @@ def aligned(parts: Sequence[Dataset | IterableDataset]) -> list[Dataset | Iterab
     ]
 
 
-def _has_key_of_nulls(feature: Any) -> bool:
-    """Whether dictionaries in a column have a key, at any depth, whose values are all `null`."""
+def _has_more_than_texts(feature: Any) -> bool:
+    """Whether the dictionaries in a column have other values than texts, such as tool calls."""
+    feature = feature.feature if isinstance(feature, List) else feature
+    return isinstance(feature, dict) and any(each != Value("string") for each in feature.values())
+
+
+def _is_changed(feature: Any) -> bool:
+    """Whether a column has dates, which JSON does not have, or dictionaries with a key, at any depth, whose values are all `null`."""
     if isinstance(feature, dict):
-        return any(each == Value("null") or _has_key_of_nulls(each) for each in feature.values())
-    return isinstance(feature, List) and _has_key_of_nulls(feature.feature)
+        return any(each == Value("null") or _is_changed(each) for each in feature.values())
+    if isinstance(feature, Value):
+        return feature.dtype.startswith("timestamp")
+    return isinstance(feature, List) and _is_changed(feature.feature)

@@ -12,7 +12,7 @@ from typing import Any
 
 from .messages import CONVERSATIONS, read_messages, refuse_json
 from .nulls import without_added_nulls
-from .values import RowError, as_list, from_json, is_something, shown
+from .values import RowError, as_list, check_is_json, from_json, is_something, shown
 
 
 SYSTEM = ("system", "system_prompt")  # columns of system prompts beside a conversation
@@ -308,6 +308,7 @@ def read_template_kwargs(row: dict[str, Any]) -> dict[str, Any]:
         tools = [from_json(tool, "tools") for tool in as_list(tools, "'tools'")]
         if not all(isinstance(tool, dict) for tool in tools):
             raise RowError(f"'tools' is {shown(tools)}, but must be a list of JSON schemas")
+        check_is_json(tools, "'tools'")
         kwargs["tools"] = tools
     return kwargs
 
@@ -436,6 +437,16 @@ def check_utf8(path: str | Path) -> None:
                 raise ValueError(
                     f"{path}, line {number} is not in UTF-8: {error}. Rewrite the line in UTF-8."
                 ) from None
+
+
+def check_no_line_is_empty(path: str | Path) -> None:
+    """Raises `ValueError` if a line of a file is empty. `datasets` cannot read columns of type `Json` beside one."""
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                raise ValueError(
+                    f"{path}, line {number} is empty, and `datasets` would not read nulls, dates and numbers as they are. Remove the line."
+                )
 
 
 def read_json_lines(path: str | Path) -> Iterator[tuple[int, dict]]:

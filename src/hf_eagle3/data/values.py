@@ -52,6 +52,17 @@ def from_json(value: Any, name: str) -> Any:
         raise RowError(f"{name!r} has {shown(value)}, which is not JSON") from None
 
 
+def check_is_json(value: Any, name: str) -> None:
+    """Raises `RowError` if a value has dates and the like. Chat templates would write them in another way than the texts that they were."""
+    try:
+        json.dumps(value)
+    except TypeError as error:
+        raise RowError(
+            f"{name} has what JSON does not have: {error}. If `datasets` took texts for dates, load the column as the type `Json` of "
+            "`datasets`, or store it as JSON text"
+        ) from None
+
+
 def date_as_text(value: Any) -> str:
     """Returns a date or time as a text, for `json.dumps(..., default=date_as_text)`. JSON has none, but messages may."""
     if not isinstance(value, (date, time)):

@@ -3,6 +3,7 @@
 import argparse
 import re
 import sys
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,9 @@ class Eagle3Parser(TrlParser):
         args = [in_home(arg) for arg in args]
         options = {*self._option_string_actions, "--config"}
         given = [arg.partition("=")[0] for arg in args if arg.startswith("--")]
-        if "--config" in args[:-1]:
-            path = Path(args[args.index("--config") + 1])
+        place = args.index("--config") + 1 if "--config" in args[:-1] else None
+        if place is not None:
+            path = Path(args[place])
             try:
                 content = yaml.safe_load(path.read_text(encoding="utf-8"))
             except (OSError, UnicodeError, yaml.YAMLError) as error:
@@ -87,6 +89,10 @@ class Eagle3Parser(TrlParser):
         if unknown := unknown_flags(given, options):
             self.error(f"the command line or the YAML file has unknown arguments: {', '.join(unknown)}")
         try:
-            return super().parse_args_and_config(args, *others, **kwargs)
+            with tempfile.TemporaryDirectory() as folder:
+                if place is not None:  # in ASCII, because TRL reads the file in the encoding of the system
+                    args[place] = str(Path(folder, "config.yaml"))
+                    Path(args[place]).write_text(yaml.safe_dump(content), encoding="ascii")
+                return super().parse_args_and_config(args, *others, **kwargs)
         except (TypeError, ValueError) as error:  # also of dataclasses that cannot be made of the file's values
             self.exit(2, f"{self.prog}: error: {error}\n")

@@ -224,28 +224,28 @@ class Eagle3Trainer(DraftSavingTrainer):
         train, *evaluated = all_datasets(kwargs["train_dataset"], kwargs.get("eval_dataset"))
         first_row(train, "train")  # `SFTTrainer` takes it, and raises an empty `StopIteration` without one
         for dataset, name in [(train, "train"), *((each, "eval") for each in evaluated if each is not None)]:
-            if kwargs.get("data_collator") is None or "input_ids" in get_dataset_column_names(dataset):
-                check_prepared(dataset, self.target_vocab_size, name)  # a collator may tokenize
+            has_collator = kwargs.get("data_collator") is not None
+            if not has_collator or "input_ids" in get_dataset_column_names(dataset):  # a collator may tokenize
+                check_prepared(dataset, self.target_vocab_size, name, may_be_padded=has_collator)
         return train
 
     def _complete_collator(self, store: FeatureStore | None, is_callers: bool) -> None:
         """Adds to batches what the target reads beside the tokens. Checks those of a caller's collator."""
         if is_callers:
             self.data_collator = CheckedCollator(self.data_collator)
-        elif isinstance(self.data_collator, DataCollatorForLanguageModeling) and (
-            self.padding_free or self._skip_prepare_dataset
-        ):
-            datasets = [each for each in all_datasets(self.train_dataset, self.eval_dataset) if each is not None]
-            are_packed = ["seq_lengths" in get_dataset_column_names(each) for each in datasets]
-            # TRL joins packed rows to one. Most kinds of attention would then compute each row against all the others.
-            self.data_collator.padding_free = self.args.padding_free and not are_packed[0]
-            # By default TRL takes a row for one document if it was packed before (`skip_prepare_dataset`).
-            self.data_collator.return_position_ids = self.padding_free or any(are_packed)
-        computes_bfloat16 = self.args.bf16 and self.args.device.type == "cpu"
-        if computes_bfloat16 and getattr(self.data_collator, "pad_to_multiple_of", 0) is None:
-            # In bfloat16, torch compiles a kernel for each new shape of a product, which takes longer than the product.
-            longest = getattr(self.target_model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-            self.data_collator.pad_to_multiple_of = math.gcd(PADDING_ON_CPU, longest or PADDING_ON_CPU)
+        elif isinstance(self.data_collator, DataCollatorForLanguageModeling):
+            if self.args.bf16 and self.args.device.type == "cpu" and self.args.pad_to_multiple_of is None:
+                # In bfloat16, torch compiles a kernel for each new shape of a product, which takes longer than the product.
+                config = self.target_model.config.get_text_config(decoder=True)
+                longest = getattr(config, "max_position_embeddings", None) or PADDING_ON_CPU
+                self.data_collator.pad_to_multiple_of = math.gcd(PADDING_ON_CPU, longest)
+            if self.padding_free or self._skip_prepare_dataset:
+                datasets = [each for each in all_datasets(self.train_dataset, self.eval_dataset) if each is not None]
+                are_packed = ["seq_lengths" in get_dataset_column_names(each) for each in datasets]
+                # TRL joins packed rows to one. Most kinds of attention would then compute each row against all the others.
+                self.data_collator.padding_free = self.args.padding_free and not are_packed[0]
+                # By default TRL takes a row for one document if it was packed before (`skip_prepare_dataset`).
+                self.data_collator.return_position_ids = self.padding_free or any(are_packed)
         if store is not None:
             self.data_collator = FeatureCollator(self.data_collator, store)
         if isinstance(self.images, ImageReader):
