@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -420,7 +421,8 @@ def test_values_of_files_stay(tmp_path, name, streaming):
     ]
     rows = [{"messages": chat, "tools": tools, "chat_template_kwargs": {"style": None}} for chat in chats]
     lines = "\n".join(map(json.dumps, rows))
-    (tmp_path / (name or "train.json")).write_text(lines if name == "train.jsonl" else json.dumps(rows))
+    array = json.dumps(rows, indent=1).replace("\n", "\n\n", 1)
+    (tmp_path / (name or "train.json")).write_text(lines if name == "train.jsonl" else array)
     args = script.TrainScriptArguments(dataset_name=str(tmp_path / name), dataset_streaming=streaming)
     read = script.load_data(args, DatasetMixtureConfig())["train"]
     contents = [read_row(row, "messages", read.features) for row in read]
@@ -439,6 +441,13 @@ def test_answers_that_are_dates(tmp_path, streaming):
     path.write_text('{"prompt": "When?", "completion": "2026-01-02"}\n\n')
     with pytest.raises(ValueError, match="a.jsonl, line 2 is empty, .* Remove the line"):
         script.load_data(args, DatasetMixtureConfig())
+    # Those of other formats are dates.
+    (tmp_path / "saved").mkdir()
+    row = {"messages": [{"role": "user", "content": "a", "at": datetime(2026, 1, 2)}]}
+    Dataset.from_list([row]).to_parquet(tmp_path / "saved" / "train.parquet")
+    (tmp_path / "saved" / "dataset_infos.json").write_text("{}")
+    args = script.TrainScriptArguments(dataset_name=str(tmp_path / "saved"), dataset_streaming=streaming)
+    assert list(script.load_data(args, DatasetMixtureConfig())["train"]) == [row]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
