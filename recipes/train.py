@@ -198,8 +198,6 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
     lines = files or sorted(map(str, Path(name).glob("*.jsonl")))
     lines = [file for file in lines if file.endswith((".json", ".jsonl"))]
 
-    may_have_arrays = suffix == ".json" or any(Path(name).glob("*.json"))
-
     def load(features: Features | None = None) -> DatasetDict:
         kwargs = {"streaming": streaming, "features": features}
         if files:
@@ -215,15 +213,14 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
             # A stream would fail in the middle of training, at the first row with other columns.
             of_all = features_of_lines() if streaming and suffix != ".json" else None
             loaded = load()
-            features = next(iter(loaded.values())).features
-            # An array is read whole in any case, and a stream of it would have JSON in place of texts.
-            if streaming and features is None and may_have_arrays:
-                whole = load_data(replace(script_args, dataset_streaming=False), mixture)
-                return DatasetDict({each: rows.to_iterable_dataset() for each, rows in whole.items()})
+            first = next(iter(loaded.values()))
             for file in lines if PartialState().is_local_main_process else ():
                 check_utf8(file)
-            if features is None or not (lines or may_have_arrays):
+            if first.info.builder_name != "json" or not Path(name).exists():
                 return loaded
+            if (features := first.features) is None:  # of a stream of an array, which is read whole in any case
+                whole = load_data(replace(script_args, dataset_streaming=False), mixture)
+                return DatasetDict({each: rows.to_iterable_dataset() for each, rows in whole.items()})
             wanted = with_json(features)
             if streaming:
                 changed = {each: wanted[each] for each in wanted if wanted[each] != features[each]}
@@ -231,7 +228,8 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
             if wanted == features:
                 return loaded
             for file in lines:
-                check_no_line_is_empty(file)
+                if file.endswith(".jsonl"):  # others may be arrays
+                    check_no_line_is_empty(file)
             return load(wanted)
         except DatasetGenerationError:
             if (features := features_of_lines()) is None:

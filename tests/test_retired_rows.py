@@ -61,7 +61,7 @@ def test_rows_that_are_finished_leave_the_batch(family, verified_rows):
 
 
 @pytest.mark.parametrize("is_copy", [False, True], ids=["installed", "copy"])
-def test_rows_leave_although_the_draft_reads_by_hooks(is_copy, target, tmp_path, monkeypatch):
+def test_rows_leave_although_the_draft_reads_by_hooks(is_copy, target, tmp_path):
     """Those for the state before the final norm."""
     batch = make_batch([5, 9, 17])
     settings = {"max_new_tokens": 40, "pad_token_id": 0}
@@ -69,7 +69,6 @@ def test_rows_leave_although_the_draft_reads_by_hooks(is_copy, target, tmp_path,
     draft = make_draft(target, [batch["input_ids"][2:]], eagle_aux_hidden_state_layer_ids=[1, 3, 4])
     if is_copy:
         draft.save_pretrained(tmp_path)
-        monkeypatch.setenv("HF_EAGLE3_CODE", "copy")
         draft = AutoModel.from_pretrained(tmp_path, trust_remote_code=True)
     assert is_copy == type(draft).__module__.startswith("transformers_modules.")
     draft.generation_config.output_steps = True

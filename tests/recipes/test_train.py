@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -404,7 +405,8 @@ def test_values_of_files_stay(tmp_path, load_data, name, streaming):
     chats = [[user(text), assistant("b", tool_calls=call)] for text, call in zip(texts, calls)]
     rows = [{"messages": chat, "tools": tools, "chat_template_kwargs": {"style": None}} for chat in chats]
     lines = "\n".join(map(json.dumps, rows))
-    (tmp_path / (name or "train.json")).write_text(lines if name == "train.jsonl" else json.dumps(rows))
+    array = json.dumps(rows, indent=1).replace("\n", "\n\n", 1)
+    (tmp_path / (name or "train.json")).write_text(lines if name == "train.jsonl" else array)
     read = load_data(tmp_path / name, streaming)["train"]
     contents = [read_row(row, "messages", read.features) for row in read]
     assert [row.template_kwargs for row in contents] == [{"tools": tools, "style": None}] * 2
@@ -421,6 +423,12 @@ def test_answers_that_are_dates(tmp_path, load_data, streaming):
     path.write_text('{"prompt": "When?", "completion": "2026-01-02"}\n\n')
     with pytest.raises(ValueError, match="a.jsonl, line 2 is empty, .* Remove the line"):
         load_data(path, streaming)
+    # Those of other formats are dates.
+    (tmp_path / "saved").mkdir()
+    row = {"messages": [{**user("a"), "at": datetime(2026, 1, 2)}]}
+    Dataset.from_list([row]).to_parquet(tmp_path / "saved" / "train.parquet")
+    (tmp_path / "saved" / "dataset_infos.json").write_text("{}")
+    assert list(load_data(tmp_path / "saved", streaming)["train"]) == [row]
 
 
 @pytest.mark.parametrize("place, streaming", [("file", False), ("file", True), ("folder", False), ("folder", True)])

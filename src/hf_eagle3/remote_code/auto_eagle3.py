@@ -5,9 +5,6 @@ other files are imported only after these checks.
 """
 
 import importlib
-import inspect
-import os
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -25,26 +22,22 @@ IS_INSTALLED = __package__ == "hf_eagle3.remote_code"
 VERSION = "0.1.0"
 # The oldest and the newest transformers that passed the tests.
 TESTED = ("5.17", "5.24")
-# The private names of transformers that this code uses. For methods that it calls or replaces: how many arguments they get
-# by position, and the names of the others. An "instance" attribute is there if a method of the class uses it.
-NEEDS = {
-    "GenerationConfig._get_default_generation_params": None,
-    "GenerationMixin._assisted_decoding": (1, "logits_processor", "stopping_criteria", "generation_config"),
-    "GenerationMixin._is_user_defined": "instance",
-    "GenerationMixin._optimize_model_for_decode": (0,),
-    "GenerationMixin._pad_token_tensor": "instance",
-    "GenerationMixin._prefill": (3,),
-    "GenerationMixin._previous_max_cache_length": "instance",
-    "GenerationMixin._update_model_kwargs_for_generation": (2, "is_encoder_decoder", "num_new_tokens"),
-    "GenerationMixin._valid_auto_compile_criteria": (2,),
-    "GenerationMixin._validate_generation_mode": (3,),
-    "PreTrainedConfig._attn_implementation": None,
-    "PreTrainedModel._auto_class": None,
-    "PreTrainedModel._default_compile_config": (0,),
-    "PreTrainedModel._hf_peft_config_loaded": None,
-    "PreTrainedModel._is_stateful": None,
-    "PreTrainedModel.get_compiled_call": (1,),
-}
+# What this code calls or replaces in transformers, of what may change without notice.
+NEEDS = (
+    "GenerationConfig._get_default_generation_params",
+    "GenerationMixin._assisted_decoding",
+    "GenerationMixin._optimize_model_for_decode",
+    "GenerationMixin._prefill",
+    "GenerationMixin._update_model_kwargs_for_generation",
+    "GenerationMixin._valid_auto_compile_criteria",
+    "GenerationMixin._validate_generation_mode",
+    "PreTrainedConfig._attn_implementation",
+    "PreTrainedModel._auto_class",
+    "PreTrainedModel._default_compile_config",
+    "PreTrainedModel._hf_peft_config_loaded",
+    "PreTrainedModel._is_stateful",
+    "PreTrainedModel.get_compiled_call",
+)
 
 
 def __getattr__(name: str) -> Any:
@@ -62,12 +55,7 @@ def __getattr__(name: str) -> Any:
 
 
 def newer_package() -> ModuleType | None:
-    """The installed hf-eagle3 if it is newer than this copy, unless HF_EAGLE3_CODE=copy asks for the copy."""
-    asked = os.environ.get("HF_EAGLE3_CODE", "newest")
-    if asked not in ("copy", "newest"):
-        raise ValueError(f"HF_EAGLE3_CODE is {asked!r}, but must be 'copy' or 'newest'.")
-    if asked == "copy":
-        return None
+    """The installed hf-eagle3 if it is newer than this copy."""
     try:
         package = importlib.import_module("hf_eagle3")
     except ImportError:
@@ -76,7 +64,7 @@ def newer_package() -> ModuleType | None:
         return None
     logger.warning_once(
         f"The installed hf-eagle3 {package.__version__} reads this draft, because it is newer than the code that came with the "
-        f"draft ({VERSION}). Set HF_EAGLE3_CODE=copy to run that code."
+        f"draft ({VERSION})."
     )
     return package
 
@@ -91,38 +79,13 @@ def installed_module(name: str, what: str) -> ModuleType:
 
 
 def check_needs() -> None:
-    """Raises `ImportError` if transformers lacks a name or an argument that this code needs."""
-    if missing := missing_names():
+    """Raises `ImportError` if transformers lacks a name that this code needs."""
+    owners_and_names = (each.split(".") for each in NEEDS)
+    missing = [
+        f"{owner}.{name}" for owner, name in owners_and_names if not hasattr(getattr(transformers, owner), name)
+    ]
+    if missing:
         raise ImportError(f"transformers {transformers.__version__} has no {', '.join(missing)}. {advice()}")
-
-
-def missing_names() -> list[str]:
-    """The `NEEDS` that transformers lacks, or whose arguments differ."""
-    missing = []
-    for name, arguments in NEEDS.items():
-        class_name, _, attribute = name.partition(".")
-        owner = getattr(transformers, class_name, object)
-        if not (uses(owner, attribute) if arguments == "instance" else hasattr(owner, attribute)):
-            missing.append(name)
-        elif isinstance(arguments, tuple) and not accepts(getattr(owner, attribute), *arguments):
-            count, *others = arguments
-            missing.append(f"{name}({', '.join(['_'] * count + others)})")
-    return missing
-
-
-def accepts(method: Callable, count: int, *names: str) -> bool:
-    """Whether a method takes `count` arguments by position, besides `self`, and arguments of these names."""
-    try:
-        inspect.signature(method).bind(*[None] * (1 + count), **dict.fromkeys(names))
-    except TypeError:
-        return False
-    return True
-
-
-def uses(owner: type, attribute: str) -> bool:
-    """Whether a method of a class reads or sets an attribute."""
-    methods = (inspect.unwrap(value) for value in vars(owner).values() if callable(value))
-    return any(inspect.isfunction(method) and attribute in method.__code__.co_names for method in methods)
 
 
 def advice() -> str:
