@@ -861,7 +861,6 @@ def test_targets_that_return_logits_of_the_last_token(settings):
 
 
 def test_custom_generate(target):
-    """By its folder: tests/test_remote_code.py."""
     prompt = make_prompt(12)
     draft = make_draft(target, [prompt])
     expected = target.generate(prompt, **SETTINGS)

@@ -66,7 +66,7 @@ def test_everything_in_one_commit(hub, draft):
         "modeling_eagle3.py",
         "README.md",
     } <= files.keys()
-    assert {"custom_generate/generate.py", "training.json", "benchmark.jsonl", "acceptance.png"} <= files.keys()
+    assert {"training.json", "benchmark.jsonl", "acceptance.png"} <= files.keys()
     assert len(files["acceptance.png"]) > 1000 and commit.commit_message == "Mine"
     card = ModelCard(files["README.md"].decode())
     assert card.data.license == "mit" and "2.25x" in card.text and "me/chats" in card.text
@@ -425,7 +425,6 @@ def test_checkpoints_that_are_pushed_are_whole(hub, tokenizer, tmp_path):
         assert {
             "model.safetensors",
             "modeling_eagle3.py",
-            "custom_generate/generate.py",
             "training.json",
         } <= files.keys()
         assert not any(b"hf_secret" in content for content in files.values())

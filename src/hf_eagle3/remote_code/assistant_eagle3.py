@@ -113,23 +113,6 @@ _IN_THREAD = ThreadStats()
 _IN_ANY_THREAD: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-# Saved with a draft as `custom_generate/generate.py`. A text, so that a draft that was loaded as remote code has it, too.
-CUSTOM_GENERATE = '''"""
-What `target.generate(..., custom_generate="<this repo>", assistant_model=draft, trust_remote_code=True)` calls.
-"""
-
-from transformers import AutoModel
-
-
-def generate(*args, model, assistant_model, **kwargs):
-    """`assistant_model` is a draft, or the folder or Hub id of one."""
-    if isinstance(assistant_model, str):
-        assistant_model = AutoModel.from_pretrained(assistant_model, dtype=model.dtype, trust_remote_code=True)
-        assistant_model = assistant_model.to(model.device)
-    return model.generate(*args, **kwargs, assistant_model=assistant_model)
-'''
-
-
 # Settings that transformers' `GenerationConfig` does not have.
 CALL_SETTINGS = ("tree_depth", "branching_factor", "tree_policy", "output_steps")
 NOT_SYNCED = (
@@ -251,7 +234,7 @@ def generate_with_assistant(generate: Callable, target: Any, /, *args: Any, **kw
     if assistant.last_generation is before:
         logger.warning(
             f"`{generate.__name__}` did not use its `assistant_model`, {type(assistant).__name__}. Continuous batching, beam "
-            "search, `penalty_alpha`, most `custom_generate`, and an `_assisted_decoding` that is not transformers' own do not "
+            "search, `penalty_alpha`, another `custom_generate`, and an `_assisted_decoding` that is not transformers' own do not "
             "take it. Change that to decode faster, or leave out the assistant."
         )
     return output
