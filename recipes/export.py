@@ -39,7 +39,6 @@ REPLACED = (
     "*.safetensors",
     "pytorch_model*.bin",
     "*_eagle3.py",
-    "custom_generate/generate.py",
 )
 
 

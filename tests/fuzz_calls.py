@@ -61,7 +61,7 @@ REFUSALS = "|".join(
         "does not offload a static cache",
         "`assistant_ensemble_weight` changes the text",
         "the attentions of a tree",
-        "takes a list as `output_hidden_states`",
+        "`output_hidden_states` selects layers",
         "`dola_layers`",
         # transformers' own, of whatever assistant
         "assisted generat",

@@ -57,7 +57,7 @@ def test_everything_in_one_commit(hub, draft):
     assert len(hub.repos[REPO]["main"]) == 2 and REPO in hub.private  # the empty repo's commit, and ours
     files = files_of(hub)
     assert {"model.safetensors", "config.json", "generation_config.json", "modeling_eagle3.py"} <= files.keys()
-    assert {"custom_generate/generate.py", "training.json", "benchmark.jsonl", "acceptance.png"} <= files.keys()
+    assert {"training.json", "benchmark.jsonl", "acceptance.png"} <= files.keys()
     assert len(files["acceptance.png"]) > 1000 and commit.commit_message == "Mine"
     card = card_of(hub)
     assert card.data.license == "mit" and "2.25x" in card.text and "me/chats" in card.text

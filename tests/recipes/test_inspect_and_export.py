@@ -197,7 +197,7 @@ def test_a_branch_for_sglang(tmp_path, hub, run_recipe):
     files = {path.name: path.read_bytes() for path in (tmp_path / "draft").iterdir() if path.is_file()}
     others = {f"small/{name}": content for name, content in files.items()}
     hub.repos[repo] = {"main": [files], "two": [others]}
-    code = {**files, "custom_generate/generate.py": b"", "README.md": b"# Mine", "notes.json": b"{}"}
+    code = {**files, "README.md": b"# Mine", "notes.json": b"{}"}
     hub.repos["me/others"] = {"main": [{**code, **others}], "refs/pr/1": [{}]}
     in_folder = (repo, "--draft_revision", "two", "--draft_subfolder", "small", "--to", "sglang", "--output_dir")
     for command in (

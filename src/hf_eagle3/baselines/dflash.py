@@ -519,7 +519,7 @@ class BlockProposer(Drafter):
 
     def propose(self, plan: Plan, root_tokens: torch.Tensor, sampler: Sampler | None = None) -> DraftTree:
         draft, block_size = self.draft, self.draft.config.block_size
-        with self.inference_mode():
+        with torch.no_grad():
             blocks, counts = self.take_unread()
             self.read(blocks, counts)
             device, root_tokens = self.like.device, root_tokens.to(self.like.device)

@@ -32,7 +32,6 @@ NEEDS = (
     "GenerationMixin._valid_auto_compile_criteria",
     "GenerationMixin._validate_generation_mode",
     "PreTrainedConfig._attn_implementation",
-    "PreTrainedModel._auto_class",
     "PreTrainedModel._default_compile_config",
     "PreTrainedModel._hf_peft_config_loaded",
     "PreTrainedModel._is_stateful",

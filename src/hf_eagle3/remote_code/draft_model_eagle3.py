@@ -16,7 +16,7 @@ from torch import nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from .assistant_eagle3 import CALL_SETTINGS, CUSTOM_GENERATE, AssistantMixin
+from .assistant_eagle3 import AssistantMixin
 from .auto_eagle3 import IS_INSTALLED, check_needs, installed_module, logger
 from .configuration_eagle3 import DEFAULT_TREE_SETTINGS, Eagle3Config, default_aux_layer_ids, tree_settings
 from .outputs_eagle3 import keep_state_after_last_layer
@@ -72,11 +72,6 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             **DEFAULT_TREE_SETTINGS,
         )
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in DEFAULT_TREE_SETTINGS:
-            raise AttributeError(f"The draft itself has no `{name}`. Set `draft.generation_config.{name}`.")
-        super().__setattr__(name, value)
-
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path | None, *args: Any, **kwargs: Any) -> Any:
         """
@@ -99,10 +94,6 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             raise TypeError(
                 f"`from_pretrained` takes the folder or Hub id of a draft, not {type(pretrained_model_name_or_path).__name__}. "
                 "`from_target` makes a draft for a target."
-            )
-        if settings := [name for name in (*DEFAULT_TREE_SETTINGS, *CALL_SETTINGS) if name in kwargs]:
-            raise TypeError(
-                f"`from_pretrained` takes no `{settings[0]}`. Pass it to `generate`, or set `draft.generation_config.{settings[0]}`."
             )
         path, source = pretrained_model_name_or_path, str(pretrained_model_name_or_path)
         wants_loading_info = kwargs.pop("output_loading_info", False)
@@ -184,9 +175,6 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         `is_main_process`, `state_dict`, `args` and `kwargs`. Raises `ValueError` for `push_to_hub=True`: call [`push_to_hub`].
         If hf-eagle3 is installed, also if the draft stores no head and was not yet used with its target, if it could not be
         loaded again (for example, because weights are NaN), or if the folder has another model.
-
-        The folder also serves as `custom_generate`:
-        `target.generate(..., custom_generate=folder, assistant_model=draft, trust_remote_code=True)`.
         """
         if any(args[:1]) or kwargs.get("push_to_hub"):
             raise ValueError(
@@ -205,10 +193,6 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             self.config.weights_digest = None
         if files is not None and is_main_process and not self._hf_peft_config_loaded:
             files.remove_stale_files(save_directory, kwargs.get("variant"))
-        if self._auto_class is not None:  # transformers saved the code
-            folder = Path(save_directory) / "custom_generate"
-            folder.mkdir(exist_ok=True)
-            (folder / "generate.py").write_text(CUSTOM_GENERATE, encoding="utf-8")
 
     @property
     def draft_token_ids(self) -> torch.Tensor:

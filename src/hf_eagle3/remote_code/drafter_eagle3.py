@@ -5,7 +5,6 @@ import itertools
 import threading
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -278,10 +277,6 @@ class Drafter(Proposer):
         self.num_spare = max(self.most_new, width * (plan.depth - 1), plan.num_nodes)
         self.is_captured = can_be_captured(draft, call.embedding)
 
-    def inference_mode(self) -> AbstractContextManager:
-        """Inference mode, which is faster, unless the target may be compiled: again for tensors that were made in it."""
-        return torch.no_grad() if self.is_static else torch.inference_mode()
-
     def observe(self, accepted: Accepted) -> None:
         states: Any = accepted.states
         tokens, positions = accepted.tokens.to(self.like.device), accepted.positions.to(self.like.device)
@@ -290,26 +285,24 @@ class Drafter(Proposer):
             if self.lengths:
                 del self.unread[0]
             else:  # the prompt: all later tokens attend to its first ones
-                with self.inference_mode():
-                    self.unread.append(self.read_all_but_newest(has_fixed_shape=False))
+                self.unread.append(self.read_all_but_newest(has_fixed_shape=False))
 
     def select(self, rows: list[int]) -> None:
         index = on_device(rows, self.like.device)  # a list would force a sync for each tensor
-        with self.inference_mode():
-            for i, (blocks, counts) in enumerate(self.unread):
-                counts = [counts[row] for row in rows]
-                self.unread[i] = [block[index, -max(counts) :] for block in blocks], counts
-            if self.cache is not None:
-                self.lengths = [self.lengths[row] for row in rows]
-                self.cache.copy_rows(self.cache, index)
-                # Another capture takes longer than drafting for rows that left. A power of two lets calls share graphs.
-                num_places = 1 << (len(rows) - 1).bit_length() if self.is_captured else len(rows)
-                if num_places < self.cache.num_places:
-                    self._move(num_places, self.cache.num_slots)
+        for i, (blocks, counts) in enumerate(self.unread):
+            counts = [counts[row] for row in rows]
+            self.unread[i] = [block[index, -max(counts) :] for block in blocks], counts
+        if self.cache is not None:
+            self.lengths = [self.lengths[row] for row in rows]
+            self.cache.copy_rows(self.cache, index)
+            # Another capture takes longer than drafting for rows that left. A power of two lets calls share graphs.
+            num_places = 1 << (len(rows) - 1).bit_length() if self.is_captured else len(rows)
+            if num_places < self.cache.num_places:
+                self._move(num_places, self.cache.num_slots)
 
     def propose(self, plan: Plan, root_tokens: torch.Tensor, sampler: Sampler | None = None) -> DraftTree:
         has_fixed_shape = self.is_captured and plan == self.max_plan
-        with self.inference_mode(), PACKED_HEADS.on():
+        with PACKED_HEADS.on():
             blocks, counts = self.read_all_but_newest(has_fixed_shape)
             if has_fixed_shape:
                 num_missing = self.most_new - blocks[0].shape[1]
