@@ -298,7 +298,7 @@ def test_calibration_has_an_end(path, least, most):
 @pytest.mark.parametrize("tree_policy", ["static", "auto"])
 def test_what_calls_learn_of_a_draft(monkeypatch, tree_policy, cache):
     """One that is sure and often wrong is believed less and less; `static` begins anew in each call."""
-    target, prompt, settings = make_target("llama"), make_prompt(9), {"max_new_tokens": 60, "do_sample": False}
+    target, prompt, settings = make_target("llama"), make_prompt(9), {"max_new_tokens": 40, "do_sample": False}
     draft = make_oracle(target, target.generate(prompt, **settings))
     draft.generation_config.update(tree_policy=tree_policy, prompt_lookup_num_tokens=0)
     record, powers = Calibration.record, []
@@ -328,10 +328,10 @@ def contents(policy):
 
 def test_what_threads_share_is_replaced_not_changed():
     """So that one thread never reads what another is half-way through with."""
-    target, prompts = make_target("llama"), [make_prompt(9, seed) for seed in range(4)]
+    target, prompts = make_target("llama"), [make_prompt(9, seed) for seed in range(3)]
     draft = make_draft(target, prompts)
     draft.generation_config.tree_policy = "auto"
-    settings = {"max_new_tokens": 40, "do_sample": False}
+    settings = {"max_new_tokens": 24, "do_sample": False}
     expected = [target.generate(prompt, **settings).tolist() for prompt in prompts]
     target.generate(prompts[0], assistant_model=draft, **settings)
     (shared,) = policy_eagle3._POLICIES[target][draft].values()
@@ -339,16 +339,16 @@ def test_what_threads_share_is_replaced_not_changed():
     texts = {}
 
     def call(number):
-        for index in range(4):
-            text = target.generate(prompts[(index + number) % 4], assistant_model=draft, **settings)
-            texts[number, (index + number) % 4] = text.tolist()
+        for index in range(3):
+            text = target.generate(prompts[(index + number) % 3], assistant_model=draft, **settings)
+            texts[number, (index + number) % 3] = text.tolist()
 
     threads = [threading.Thread(target=call, args=(number,)) for number in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(texts) == 12 and all(text == expected[index] for (_, index), text in texts.items())
+    assert len(texts) == 9 and all(text == expected[index] for (_, index), text in texts.items())
     assert contents(shared) == before
     (now,) = policy_eagle3._POLICIES[target][draft].values()
     assert now is not shared and now.costs.num_recorded["verify"] > shared.costs.num_recorded["verify"]
@@ -443,6 +443,8 @@ def test_learns_nothing_from_padding(monkeypatch, cache):
         draft.generation_config.update(tree_policy="auto", tree_depth=4, branching_factor=1)
         outputs = generate(target, batch, assistant_model=draft, **kwargs)
         assert outputs.sequences.tolist() == expected.tolist()
+        if seed > 5 and any(of_padding):
+            break
     assert any(of_padding) and judged and all(tokens >= 1 and not padding for tokens, padding in judged)
 
 

@@ -47,10 +47,7 @@ def end_token(batch, text):
     return max({token for row in new for token in row}, key=num_lengths)
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["llama", "mistral-window", "phi3", "gpt_oss", "gemma3", "gemma4-shared-kv", "llama4", "deepseek_v3", "glm4_moe"],
-)
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3", "gemma4-shared-kv", "llama4", "deepseek_v3"])
 def test_rows_that_are_finished_leave_the_batch(family, verified_rows):
     target, batch = make_target(family), make_batch([5, 40, 17, 9, 25, 13], seed=3)
     settings = {"eos_token_id": end_token(batch, generate(target, batch, max_new_tokens=40)), "pad_token_id": 0}
