@@ -4,7 +4,16 @@ import functools
 
 import pytest
 import torch
-from conftest import assert_same_text, causal_only, each_once, generate, make_batch, make_target, oracle_of
+from conftest import (
+    assert_gives_its_text,
+    assert_same_text,
+    causal_only,
+    each_once,
+    generate,
+    make_batch,
+    make_target,
+    oracle_of,
+)
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.flex_attention import WrappedFlexAttention
 
@@ -23,14 +32,14 @@ def test_attention_that_takes_causal_masks_only(family, lengths, monkeypatch):
     draft = oracle_of(target, batch)
     for policy in ("static", "auto"):
         draft.generation_config.tree_policy = policy
-        assert_same_text(target, draft, batch)
+        assert_gives_its_text(draft, target, batch)
         assert_same_text(target, draft, batch, do_sample=True, temperature=0.7)
     assert hints and "attn_implementation='sdpa'" in hints[0]
     draft = oracle_of(target, batch)  # its guesses go on from those of the calls before, which measured times decide
     causal_only.seen.clear()
-    stats = assert_same_text(target, draft, batch)
-    assert stats.target_forwards < 20 and stats.acceptance_length > 1.5
-    # Prompts, single tokens of plain decoding, the chain of 11 tokens by which this attention is tried, and chains.
+    stats = assert_gives_its_text(draft, target, batch)
+    assert stats.target_forwards < 15 and stats.acceptance_length > 1.5
+    # Prompts, the chain of 11 tokens by which this attention is tried with the first of them alone, and chains.
     assert 1 + draft.generation_config.tree_depth == max(set(causal_only.seen) - {max(lengths), 11})
 
 

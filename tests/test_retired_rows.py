@@ -9,6 +9,7 @@ import torch
 from accelerate.utils import convert_outputs_to_fp32
 from conftest import (
     assert_an_oracle_gives_the_text,
+    assert_gives_its_text,
     assert_same_text,
     generate,
     make_batch,
@@ -94,7 +95,7 @@ def test_rows_that_leave_leave_the_sample_of_the_others(target, verified_rows, p
         kwargs["eos_token_id"] = end_token(batch, generate(target, batch, seed, **kwargs))
         oracle = oracle_of(target, batch, seed, **kwargs)
         oracle.generation_config.tree_policy = policy
-        assert_same_text(target, oracle, batch, seed, **kwargs)
+        assert_gives_its_text(oracle, target, batch, seed, **kwargs)
     assert {1, 2, 3, 4} <= set(verified_rows)
 
 

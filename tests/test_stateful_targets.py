@@ -49,20 +49,19 @@ def assert_same_cache(actual, expected):
                     torch.testing.assert_close(getattr(layer, name)[i], states, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("family", "length", "settings"),
-    each_once(FAMILIES, [2, 40], [{"repetition_penalty": 1.3}, {"do_sample": True}, {"attention_mask": None}]),
-)
+CALLS = [{}, {"repetition_penalty": 1.3}, {"do_sample": True}, {"attention_mask": None}]
+
+
+@pytest.mark.parametrize(("family", "length", "settings"), each_once(FAMILIES, [2, 40, 17], CALLS))
 def test_texts(family, length, settings):
     target, prompt = make_target(family), make_prompt(length)
+    call = {"max_new_tokens": 24, **settings}
     if "attention_mask" in settings:  # with a hole
-        settings = {"attention_mask": torch.arange(length)[None].clamp(max=1)}
-    for call in ({}, settings):
-        call = {"max_new_tokens": 24, **call}
-        oracle = oracle_of(target, prompt, **call)
-        oracle.padding += "attention_mask" in call
-        lengths = assert_gives_its_text(oracle, target, prompt, **call).accepted_lengths
-        assert max(lengths) >= 3 and min(lengths) < 7 and len(oracle.text.unique()) > 8
+        call["attention_mask"] = torch.arange(length)[None].clamp(max=1)
+    oracle = oracle_of(target, prompt, **call)
+    oracle.padding += "attention_mask" in call
+    lengths = assert_gives_its_text(oracle, target, prompt, **call).accepted_lengths
+    assert max(lengths) >= 3 and min(lengths) < 7 and len(oracle.text.unique()) > 8
 
 
 @pytest.mark.parametrize(("family", "length"), each_once(KINDS, [2, 40]))
