@@ -468,8 +468,9 @@ def test_time_that_is_over_ends_all_rows_at_once(target, monkeypatch, has_eos):
 def test_targets_that_depend_on_the_length_of_the_batch(family, changes):
     target = make_target(family, **changes)
     for lengths in ([5, 9], LENGTHS):
-        assert_same_texts(target, make_batch(lengths), eos_token_id=7)
-        assert_same_texts(target, make_batch(lengths), do_sample=True, top_k=5)
+        # Long enough for the rows to come to the next scale, or switch, at different steps.
+        assert_same_texts(target, make_batch(lengths), max_new_tokens=24, eos_token_id=7)
+        assert_same_texts(target, make_batch(lengths), max_new_tokens=24, do_sample=True, top_k=5)
 
 
 def test_positions_that_come_to_a_rotary_switch_before_the_text_does():

@@ -149,12 +149,12 @@ def test_what_a_long_plain_text_leaves_to_read_is_bounded(monkeypatch, target, c
     draft.generation_config.update(tree_depth=3, branching_factor=2, num_assistant_tokens=5)
     # In the second, what was read ahead is all that has to be: the draft says what it says without a limit.
     accepted = []
-    for num_plain, limit in ((20, 6), (12, 6), (12, 256)):
+    for num_plain, limit in ((30, 8), (14, 8), (14, 256)):
         policy = functools.partial(DraftsLate, first=first, num_plain=num_plain)
         monkeypatch.setattr("hf_eagle3.remote_code.decoding_eagle3.StaticPolicy", policy)
         monkeypatch.setattr(Drafter, "MAX_UNREAD", limit)
         num_unread.clear()
-        accepted.append(assert_same_text(target, draft, batch, ours=cache, max_new_tokens=40).accepted_lengths)
+        accepted.append(assert_same_text(target, draft, batch, ours=cache, max_new_tokens=60).accepted_lengths)
         assert max(num_unread) == min(limit, num_plain + 1)
         assert max(accepted[-1]) > 1
     if first == 0:
