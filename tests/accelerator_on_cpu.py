@@ -136,17 +136,17 @@ def main(families):
             ([9, 4], "static", {"do_sample": True, "return_dict_in_generate": True}),
             ([9], "auto", {"repetition_penalty": 1.3}),
             ([4, 9], "auto", {"cache_implementation": "static"}),
-            ([4, 9], "static", {"max_new_tokens": 8}),
+            ([4, 9], "static", {"max_new_tokens": 7}),
         ):
             if "cache_implementation" in settings and family in RECURRENT:  # which is refused
                 continue
-            is_on_host = settings == {"max_new_tokens": 8}
+            is_on_host = settings == {"max_new_tokens": 7}
             if is_on_host and not hasattr(
                 generation, "move_to_device"
             ):  # an older one, in which plain calls fail, too
                 continue
             accelerated_draft.generation_config.tree_policy = policy
-            batch, settings = make_batch(lengths), {"max_new_tokens": 10, "do_sample": False, **settings}
+            batch, settings = make_batch(lengths), {"max_new_tokens": 8, "do_sample": False, **settings}
             torch.manual_seed(0)
             expected = target.generate(**batch, **settings)
             with Accelerator(), torch.no_grad():

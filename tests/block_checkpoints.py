@@ -47,6 +47,26 @@ ZLAB_CONFIG = {
     "use_sliding_window": False,
     "vocab_size": 96,
 }
+LAYER_KEYS = [
+    "attention_bias",
+    "attention_dropout",
+    "head_dim",
+    "hidden_act",
+    "hidden_size",
+    "initializer_range",
+    "intermediate_size",
+    "layer_types",
+    "max_position_embeddings",
+    "model_type",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "rms_norm_eps",
+    "sliding_window",
+    "use_cache",
+    "use_sliding_window",
+    "vocab_size",
+]
 # As `speculators` 0.9.0 saves a draft: its keys, with the sizes of the tests' targets.
 SPECULATORS_CONFIG = {
     "architectures": ["DFlashDraftModel"],
@@ -76,31 +96,12 @@ SPECULATORS_CONFIG = {
     "target_hidden_size": None,
     "tie_word_embeddings": False,
     "transformer_layer_config": {
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "head_dim": 8,
-        "hidden_act": "silu",
-        "hidden_size": 32,
-        "initializer_range": 0.02,
-        "intermediate_size": 48,
-        "layer_types": ["full_attention", "full_attention"],
-        "max_position_embeddings": 512,
+        **{key: ZLAB_CONFIG[key] for key in LAYER_KEYS},
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         "max_window_layers": 28,
-        "model_type": "qwen3",
-        "num_attention_heads": 4,
-        "num_hidden_layers": 2,
-        "num_key_value_heads": 2,
-        "pad_token_id": None,
-        "rms_norm_eps": 1e-06,
         "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
-        "sliding_window": None,
         "tie_word_embeddings": False,
         "transformers_version": "5.24.0",
-        "use_cache": True,
-        "use_sliding_window": False,
-        "vocab_size": 96,
     },
     "transformers_version": "5.24.0",
 }
@@ -129,10 +130,10 @@ def rms_norm(states, weight):
     return states / (states.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt() * weight
 
 
-def rotate(states, position):
-    """One vector `(8,)` of a head at a position."""
-    angles = position * 10000.0 ** (-torch.arange(0, 8, 2) / 8)
-    first, second = states[:4], states[4:]
+def rotate(states, positions):
+    """Vectors `(N or 1, 8)` of a head at positions `(N,)`."""
+    angles = positions[:, None] * 10000.0 ** (-torch.arange(0, 8, 2) / 8)
+    first, second = states.view(-1, 8).chunk(2, dim=1)
     return torch.cat(
         [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1
     )
@@ -178,22 +179,19 @@ def naive_logits(
         normed = rms_norm(states, layer["input_layernorm.weight"])
         sources = torch.cat([context, normed])
         outputs = torch.zeros_like(states)
-        for q, head in itertools.product(range(BLOCK), range(4)):
-            at = num_context + q
+        for head, q in itertools.product(range(4), range(BLOCK)):
+            group, at = slice(8 * (head // 2), 8 * (head // 2) + 8), num_context + q
+            first = 0 if windows[i] is None else num_context - windows[i] if of_speculators else at - windows[i] + 1
+            last = at if is_causal[i] else len(sources) - 1
+            if windows[i] is not None and not of_speculators:
+                last = min(last, at + windows[i] - 1)
+            seen = range(max(first, 0), last + 1)
             query = (normed[q] @ layer["self_attn.q_proj.weight"].T)[8 * head : 8 * head + 8]
-            query = rotate(rms_norm(query, layer["self_attn.q_norm.weight"]), at)
-            scores, values = [], []
-            for k, source in enumerate(sources):
-                is_far = windows[i] is not None and abs(at - k) >= windows[i]
-                if of_speculators:
-                    is_far = windows[i] is not None and k < num_context - windows[i]
-                if is_far or (is_causal[i] and k > at):
-                    continue
-                group = slice(8 * (head // 2), 8 * (head // 2) + 8)
-                key = rms_norm((source @ layer["self_attn.k_proj.weight"].T)[group], layer["self_attn.k_norm.weight"])
-                scores.append(query @ rotate(key, k) / 8**0.5)
-                values.append((source @ layer["self_attn.v_proj.weight"].T)[group])
-            outputs[q, 8 * head : 8 * head + 8] = torch.stack(scores).softmax(0) @ torch.stack(values)
+            query = rotate(rms_norm(query, layer["self_attn.q_norm.weight"]), torch.tensor([at]))
+            keys = (sources[seen] @ layer["self_attn.k_proj.weight"].T)[:, group]
+            keys = rotate(rms_norm(keys, layer["self_attn.k_norm.weight"]), torch.tensor(seen))
+            values = (sources[seen] @ layer["self_attn.v_proj.weight"].T)[:, group]
+            outputs[q, 8 * head : 8 * head + 8] = (keys @ query[0] / 8**0.5).softmax(0) @ values
         states = states + outputs @ layer["self_attn.o_proj.weight"].T
         normed = rms_norm(states, layer["post_attention_layernorm.weight"])
         gate = torch.nn.functional.silu(normed @ layer["mlp.gate_proj.weight"].T)

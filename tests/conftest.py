@@ -95,6 +95,9 @@ MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_
 LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
 ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+GEMMA4 = {**ALTERNATING, "sliding_window": WINDOW, "global_head_dim": 16, "hidden_size_per_layer_input": 8}
+GEMMA4 |= {"vocab_size_per_layer_input": VOCAB_SIZE}
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 
 # Name: (model type, changes to BASE). Windows and chunks of 16 tokens, shorter than the longest prompts of the tests.
 FAMILIES = {
@@ -110,39 +113,11 @@ FAMILIES = {
     "qwen3_moe": ("qwen3_moe", {**MOE, "norm_topk_prob": True}),
     "phi3": ("phi3", {"sliding_window": None}),
     "phi3-window": ("phi3", {"sliding_window": WINDOW}),
-    "gpt_oss": (
-        "gpt_oss",
-        {
-            **MOE,
-            **ALTERNATING,
-            "sliding_window": WINDOW,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        },
-    ),
+    "gpt_oss": ("gpt_oss", {**MOE, **ALTERNATING, **ROPE, "sliding_window": WINDOW}),
     "gemma2": ("gemma2", {**ALTERNATING, "sliding_window": WINDOW, "query_pre_attn_scalar": 8}),
     "gemma3": ("gemma3_text", {**ALTERNATING, "sliding_window": WINDOW, "query_pre_attn_scalar": 8}),
-    "gemma4": (
-        "gemma4_text",
-        {
-            **ALTERNATING,
-            "sliding_window": WINDOW,
-            "global_head_dim": 16,
-            "num_kv_shared_layers": 0,
-            "vocab_size_per_layer_input": VOCAB_SIZE,
-            "hidden_size_per_layer_input": 8,
-        },
-    ),
-    "gemma4-shared-kv": (
-        "gemma4_text",
-        {
-            **ALTERNATING,
-            "sliding_window": WINDOW,
-            "global_head_dim": 16,
-            "num_kv_shared_layers": 2,
-            "vocab_size_per_layer_input": VOCAB_SIZE,
-            "hidden_size_per_layer_input": 8,
-        },
-    ),
+    "gemma4": ("gemma4_text", {**GEMMA4, "num_kv_shared_layers": 0}),
+    "gemma4-shared-kv": ("gemma4_text", {**GEMMA4, "num_kv_shared_layers": 2}),
     "llama4": (
         "llama4_text",
         {
@@ -156,19 +131,8 @@ FAMILIES = {
             "attn_temperature_tuning": True,
         },
     ),
-    "deepseek_v3": (
-        "deepseek_v3",
-        {
-            **MOE,
-            **LATENT,
-            **ROUTED,
-            "q_lora_rank": 16,
-        },
-    ),
-    "glm4_moe": (
-        "glm4_moe",
-        {**MOE, **ROUTED},
-    ),
+    "deepseek_v3": ("deepseek_v3", {**MOE, **LATENT, **ROUTED, "q_lora_rank": 16}),
+    "glm4_moe": ("glm4_moe", {**MOE, **ROUTED}),
     "olmo3": ("olmo3", {**ALTERNATING, "sliding_window": WINDOW}),
     "cohere2": ("cohere2", {**ALTERNATING, "sliding_window": WINDOW}),
 }
@@ -369,10 +333,10 @@ def make_batch(lengths, seed: int = 0) -> dict[str, torch.LongTensor]:
 
 
 def generate(target, inputs, seed: int = 0, **settings):
-    """What a target makes of a prompt or a batch: 24 greedy tokens, unless the settings say otherwise."""
+    """What a target makes of a prompt or a batch: 18 greedy tokens, unless the settings say otherwise."""
     torch.manual_seed(seed)
     prompt, batch = ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
-    return target.generate(*prompt, **batch, **{"max_new_tokens": 24, "do_sample": False, **settings})
+    return target.generate(*prompt, **batch, **{"max_new_tokens": 18, "do_sample": False, **settings})
 
 
 def assert_same_text(target, draft, inputs, seed: int = 0, ours=None, **settings):

@@ -38,9 +38,7 @@ def num_forwards(target, function):
 @pytest.fixture
 def pair():
     target, prompt = make_target("llama"), make_prompt(9)
-    draft = make_draft(target, [prompt])
-    draft.generation_config.tree_policy = "static"
-    return target, draft, prompt
+    return target, make_draft(target, [prompt]), prompt
 
 
 def test_calls_are_assisted_within_it_and_not_after(pair):
@@ -165,9 +163,10 @@ def test_nothing_is_said_of_calls_with_a_draft(pair, monkeypatch):
     said, own = [], copy.deepcopy(draft)
     monkeypatch.setattr(assisting.logger, "warning_once", said.append)
     with assist(target, draft):
-        target.generate(prompt, **SETTINGS)
         target.generate(prompt, assistant_model=own, **SETTINGS)
-    assert draft.last_generation and own.last_generation and said == []
+        assert own.last_generation is not None and draft.last_generation is None
+        target.generate(prompt, **SETTINGS)
+    assert draft.last_generation and said == []
 
 
 @pytest.mark.parametrize("implementation", ["quantized", "offloaded_static", "offloaded_hybrid", "paged"])
@@ -224,8 +223,10 @@ def test_caches_that_the_caller_passes(family, make_cache, is_assisted):
     assert (draft.last_generation is not None) == is_assisted
 
 
-@pytest.mark.parametrize("name", ["static", "hybrid"])  # the latter is an old name of the former
-@pytest.mark.parametrize(("family", "is_assisted"), [("llama", True), ("gemma3", True), ("qwen3_5", False)])
+@pytest.mark.parametrize(
+    ("family", "name", "is_assisted"),  # "hybrid" is an old name of "static"
+    [("llama", "hybrid", True), ("gemma3", "static", True), ("qwen3_5", "static", False)],
+)
 def test_static_caches_that_generate_makes(family, is_assisted, name):
     target, prompt, static = make_target(family), make_prompt(9), {"cache_implementation": name}
     draft = make_draft(target, [prompt])
@@ -331,14 +332,6 @@ def test_an_argument_that_is_given_twice(pair):
     target, draft, prompt = pair
     with pytest.raises(TypeError, match="multiple values for argument 'inputs'"), assist(target, draft):
         target.generate(prompt, inputs=prompt, **SETTINGS)
-
-
-def test_an_assistant_of_the_call_s_own(pair):
-    target, draft, prompt = pair
-    own = copy.deepcopy(draft)
-    with assist(target, draft):
-        target.generate(prompt, assistant_model=own, **SETTINGS)
-    assert own.last_generation is not None and draft.last_generation is None
 
 
 def test_a_pipeline_and_an_adapted_target(pair, tokenizer):

@@ -141,8 +141,11 @@ def test_a_copy_forgets_its_statistics(saved, target):
     assert draft.last_generation is None
 
 
-@pytest.mark.parametrize("changes", [{}, GONE, NEEDS_MORE], ids=["works", "import", "needs"])
-@pytest.mark.parametrize("auto_class", [AutoModel, transformers.AutoModelForCausalLM])
+@pytest.mark.parametrize(
+    ("changes", "auto_class"),
+    [({}, AutoModel), ({}, transformers.AutoModelForCausalLM), (GONE, AutoModel), (NEEDS_MORE, AutoModel)],
+    ids=["works", "works for a causal LM", "import", "needs"],
+)
 def test_a_newer_package_takes_over(saved, warned, changes, auto_class, target, monkeypatch):
     """Whatever transformers has lost that the copy needs; and its code is saved from then on."""
     make_older(saved, **changes)

@@ -12,6 +12,7 @@ import torch
 from accelerate import cpu_offload, dispatch_model
 from accelerate.hooks import ModelHook, add_hook_to_module
 from conftest import assert_same_text, make_draft, make_oracle, make_prompt, make_target, oracle_of
+from fuzz_calls import Interrupt, InterruptingCriteria, InterruptingProcessor, Interrupts
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import (
     AutoConfig,
@@ -23,7 +24,6 @@ from transformers import (
     GenerationMixin,
     LlamaForCausalLM,
     LogitsProcessorList,
-    StoppingCriteria,
     TorchAoConfig,
     pipeline,
 )
@@ -38,7 +38,7 @@ from hf_eagle3.remote_code.outputs_eagle3 import CACHE
 from hf_eagle3.remote_code.target_eagle3 import mixes_tokens
 
 
-SETTINGS = {"max_new_tokens": 24, "do_sample": False}
+SETTINGS = {"max_new_tokens": 18, "do_sample": False}
 
 
 def lora(model, **kwargs):
@@ -48,8 +48,9 @@ def lora(model, **kwargs):
     return get_peft_model(model, config).eval()
 
 
-@pytest.mark.parametrize("prompt", ["hello world", ["hello", "hello, world"], [{"role": "user", "content": "hi"}]])
-@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize(
+    ("prompt", "batch_size"), [(["hello", "hello, world"], 2), ([{"role": "user", "content": "hi"}], 1)]
+)
 def test_pipeline(target, draft, tokenizer, prompt, batch_size):
     texts = []
     for assistant in ({}, {"assistant_model": draft}):
@@ -320,41 +321,12 @@ def test_layers_of_torchao_are_tried(target, draft):
     assert mixes_tokens(plain)
 
 
-class Interrupt(Exception):
-    pass
-
-
-class Raise(StoppingCriteria):
-    """Or a processor, or a streamer."""
-
-    def __init__(self, length):
-        self.length = length
-
-    def __call__(self, input_ids, scores, **kwargs):
-        if input_ids.shape[1] >= self.length:
-            raise Interrupt
-        return scores if kwargs.get("is_processor") else torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-class RaisingProcessor(Raise):
-    def __call__(self, input_ids, scores):
-        return super().__call__(input_ids, scores, is_processor=True)
-
-
-class RaisingStreamer(Raise):
-    def put(self, value):
-        self.length -= value.numel()
-        if self.length <= 0:
-            raise Interrupt
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize(
-    ("length", "make_settings"),
+    ("family", "length", "make_settings"),
     [
-        (23, lambda length: {"stopping_criteria": [Raise(length)]}),
-        (26, lambda length: {"logits_processor": LogitsProcessorList([RaisingProcessor(length)])}),
-        (31, lambda length: {"streamer": RaisingStreamer(length)}),
+        ("gemma3", 23, lambda: {"stopping_criteria": [InterruptingCriteria(2)]}),
+        ("llama", 26, lambda: {"logits_processor": LogitsProcessorList([InterruptingProcessor(6)])}),
+        ("gemma3", 31, lambda: {"streamer": Interrupts(11)}),
     ],
     ids=["criterion", "processor", "streamer"],
 )
@@ -366,15 +338,14 @@ def test_the_cache_that_is_left_when_something_raises(family, length, make_setti
     for assistant in ({}, {"assistant_model": make_oracle(target, text)}):
         cache = DynamicCache(config=target.config)
         with pytest.raises(Interrupt):
-            target.generate(prompt, past_key_values=cache, max_new_tokens=40, **assistant, **make_settings(length))
+            target.generate(prompt, past_key_values=cache, max_new_tokens=40, **assistant, **make_settings())
         seen = cache.get_seq_length()
         found.append((seen, target.generate(longer, past_key_values=cache, **SETTINGS).tolist()))
     assert found[0][0] - 7 <= found[1][0] <= found[0][0]  # up to the last whole step
     assert found[0][1] == found[1][1] == target.generate(longer, **SETTINGS).tolist()
 
 
-@pytest.mark.parametrize("family", ["gemma3", "lfm2", "qwen3_5"])
-@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize(("family", "do_sample"), [("gemma3", True), ("lfm2", False), ("qwen3_5", True)])
 def test_what_raises_at_the_first_token(family, do_sample):
     """The cache does not go on recording, and the generator is as plain `generate` leaves it."""
     target, prompt, found = make_target(family), make_prompt(20), []
@@ -383,8 +354,9 @@ def test_what_raises_at_the_first_token(family, do_sample):
         cache = DynamicCache(config=target.config)
         torch.manual_seed(0)
         with pytest.raises(Interrupt):
+            criteria = [InterruptingCriteria(0)]
             target.generate(
-                prompt, past_key_values=cache, stopping_criteria=[Raise(21)], do_sample=do_sample, **assistant
+                prompt, past_key_values=cache, stopping_criteria=criteria, do_sample=do_sample, **assistant
             )
         found.append(torch.get_rng_state())
         assert not any(getattr(layer, "record_past", False) for layer in cache.layers)
@@ -590,20 +562,6 @@ def test_arguments_that_count_tokens_are_refused(draft, counter, message):
         assert_same_text(target, draft, make_prompt(12), num=torch.tensor(1))  # of the caller: the same at each token
 
 
-@pytest.mark.parametrize(
-    ("model_type", "changes", "message"),
-    [
-        ("openai-gpt", {"n_embd": 32, "n_layer": 6, "n_head": 4}, "returns a cache"),
-        ("minimax", {"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}, "roll back"),
-    ],
-)
-def test_targets_without_positions_or_a_cache_are_refused(model_type, changes, message):
-    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48}
-    target = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**sizes, **changes})).eval()
-    with pytest.raises(ValueError, match=message):
-        target.generate(make_prompt(5), assistant_model=Eagle3ForSpeculation.from_target(target).eval(), **SETTINGS)
-
-
 def test_attentions_are_refused(target, draft):
     with pytest.raises(ValueError, match="the attentions of a tree"):
         assert_same_text(target, draft, make_prompt(12), return_dict_in_generate=True, output_attentions=True)
@@ -620,7 +578,7 @@ def test_targets_that_return_what_their_router_computes(family, is_argument):
 
 def test_dtypes_of_target_and_draft(target, draft):
     assert_same_text(copy.deepcopy(target).double(), draft, make_prompt(12))
-    assert_same_text(target, copy.deepcopy(draft).half(), make_prompt(12))
+    assert_same_text(target, copy.deepcopy(draft).bfloat16(), make_prompt(12))
 
 
 def test_target_that_accelerate_dispatches(target, draft):
@@ -705,6 +663,12 @@ def test_attention_that_somebody_replaced(what, warned, monkeypatch):
     assert [text for text in warned if "cannot read a tree" in text]
 
 
+def assert_drafts_nothing(target, oracle, prompt, warned):
+    type(verify_eagle3.logger).warning_once.cache_clear()
+    assert assert_same_text(target, oracle, prompt).plain_steps == 17
+    assert [text for text in warned if "cannot read several tokens, so the draft proposes nothing" in text]
+
+
 @pytest.mark.parametrize("counts_from_the_first", [True, False])
 def test_attention_that_takes_several_tokens_in_a_prompt_only(counts_from_the_first, warned, monkeypatch):
     """Later they see too little (`is_causal=q_len > 1`, which is meant for as many keys), or each other."""
@@ -717,9 +681,7 @@ def test_attention_that_takes_several_tokens_in_a_prompt_only(counts_from_the_fi
     target, prompt = make_target("llama"), make_prompt(12)
     oracle = oracle_of(target, prompt)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
-    type(verify_eagle3.logger).warning_once.cache_clear()
-    assert assert_same_text(target, oracle, prompt).plain_steps == 23
-    assert [text for text in warned if "cannot read several tokens, so the draft proposes nothing" in text]
+    assert_drafts_nothing(target, oracle, prompt, warned)
 
 
 def test_attention_of_ones_own_that_takes_several_tokens_in_a_prompt_only(warned, monkeypatch):
@@ -733,9 +695,7 @@ def test_attention_of_ones_own_that_takes_several_tokens_in_a_prompt_only(warned
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "causal_only", attend)
     target, prompt = make_target("llama", attn_implementation="causal_only"), make_prompt(12)
     oracle = oracle_of(target, prompt)
-    type(verify_eagle3.logger).warning_once.cache_clear()
-    assert assert_same_text(target, oracle, prompt).plain_steps == 23
-    assert [text for text in warned if "cannot read several tokens, so the draft proposes nothing" in text]
+    assert_drafts_nothing(target, oracle, prompt, warned)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", "lfm2"])
@@ -750,25 +710,20 @@ def test_code_of_ones_own_that_gives_several_tokens_one_position(family, warned)
         return forward(*args, position_ids=position_ids, **kwargs)
 
     target.model.forward = at_one_position
-    type(verify_eagle3.logger).warning_once.cache_clear()
-    assert assert_same_text(target, oracle, prompt).plain_steps == 23
-    assert [text for text in warned if "cannot read several tokens, so the draft proposes nothing" in text]
+    assert_drafts_nothing(target, oracle, prompt, warned)
 
 
-@pytest.mark.parametrize("error", [AttributeError, KeyError])
-def test_code_of_ones_own_that_refuses_several_tokens(error, warned):
+def test_code_of_ones_own_that_refuses_several_tokens(warned):
     target, prompt = make_target("llama"), make_prompt(12)
     oracle, forward = oracle_of(target, prompt), target.model.forward
 
     def one_by_one(*args, position_ids, **kwargs):
         if position_ids.min() > 0 and position_ids.shape[1] > 1:
-            raise error("several")
+            raise KeyError("several")
         return forward(*args, position_ids=position_ids, **kwargs)
 
     target.model.forward = one_by_one
-    type(verify_eagle3.logger).warning_once.cache_clear()
-    assert assert_same_text(target, oracle, prompt).plain_steps == 23
-    assert [text for text in warned if "proposes nothing" in text]
+    assert_drafts_nothing(target, oracle, prompt, warned)
 
 
 def test_own_code_is_not_tried_beyond_the_last_position(warned, monkeypatch):
@@ -813,22 +768,6 @@ def test_compiled_forward():
     assert calls and max(draft.last_generation.accepted_lengths) >= 2
 
 
-def test_generation_config_carries_the_tree(target):
-    prompt = make_prompt(12)
-    oracle = oracle_of(target, prompt)
-    config = GenerationConfig(**SETTINGS, tree_depth=2)
-    text = target.generate(prompt, generation_config=config, assistant_model=oracle)
-    assert text.tolist() == oracle.text.tolist()
-    assert max(oracle.last_generation.accepted_lengths) == 3
-
-
-@pytest.mark.parametrize("do_sample", [True, False])
-def test_several_sequences_a_prompt(target, do_sample):
-    prompt, settings = make_prompt(12), {"num_return_sequences": 3, "do_sample": do_sample} if do_sample else {}
-    stats = assert_same_text(target, make_draft(target, [prompt]), prompt, **settings)
-    assert stats.new_tokens == (72 if do_sample else 24)
-
-
 def test_a_name_is_no_draft(target):
     for name in ("me/draft", Path("me/draft")):
         with pytest.raises(ValueError, match=r"Load it: hf_eagle3.*from_pretrained\('me/draft'\), or"):
@@ -850,14 +789,12 @@ class LastLogits(LlamaForCausalLM):
         return outputs
 
 
-@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.2}, {"do_sample": True}])
-def test_targets_that_return_logits_of_the_last_token(settings):
+def test_targets_that_return_logits_of_the_last_token(draft):
     target, prompt = make_target("llama"), make_prompt(12)
-    draft = make_draft(target, [prompt])
     target.__class__ = LastLogits
-    assert target.generate(prompt, **{**SETTINGS, **settings}).shape == (1, 36)
+    assert target.generate(prompt, **SETTINGS).shape == (1, 30)
     with pytest.raises(ValueError, match="LastLogits returned logits of 1 of the"):
-        target.generate(prompt, assistant_model=draft, **{**SETTINGS, **settings})
+        target.generate(prompt, assistant_model=draft, **SETTINGS)
 
 
 def test_custom_generate(target):
@@ -865,7 +802,7 @@ def test_custom_generate(target):
     draft = make_draft(target, [prompt])
     expected = target.generate(prompt, **SETTINGS)
     assert target.generate(prompt, custom_generate=draft.assisted_decoding, **SETTINGS).equal(expected)
-    assert draft.last_generation.new_tokens == 24
+    assert draft.last_generation.new_tokens == 18
     with pytest.raises(ValueError, match="beams"):
         target.generate(prompt, custom_generate=draft.assisted_decoding, num_beams=2, **SETTINGS)
 
@@ -929,7 +866,7 @@ def test_a_draft_that_is_used_is_not_told_of(target, draft, warned):
     target.generate(prompt, assistant_model=copy.deepcopy(target), **settings)
     with pytest.raises(ValueError, match="use_cache"):
         target.generate(prompt, assistant_model=draft, use_cache=False, **settings)
-    assert warned == []
+    assert warned == [] and draft.last_generation is None
     target.generate(prompt, None, None, None, None, None, draft, num_beams=2, **settings)
     assert len(warned) == 1
 
@@ -937,7 +874,7 @@ def test_a_draft_that_is_used_is_not_told_of(target, draft, warned):
 @pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
 def test_threads(target, cache):
     """Threads share target and draft, and get what they would get alone."""
-    prompts = [make_prompt(5 + n, seed=n) for n in range(4)]
+    prompts = [make_prompt(5 + n, seed=n) for n in range(3)]
     draft = make_draft(target, prompts)
     alone = []
     for prompt in prompts:
@@ -970,13 +907,6 @@ def test_statistics_of_another_thread(target, draft):
     thread.start()
     thread.join()
     assert draft.last_generation.new_tokens == 24
-
-
-def test_a_call_that_is_refused_leaves_no_statistics(target, draft):
-    target.generate(make_prompt(5), assistant_model=draft, **SETTINGS)
-    with pytest.raises(ValueError, match="use_cache"):
-        target.generate(make_prompt(5), assistant_model=draft, use_cache=False, **SETTINGS)
-    assert draft.last_generation is None
 
 
 # Prompts ----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,16 @@ import functools
 
 import pytest
 import torch
-from conftest import assert_same_text, causal_only, each_once, generate, make_batch, make_target, oracle_of
+from conftest import (
+    assert_gives_its_text,
+    assert_same_text,
+    causal_only,
+    each_once,
+    generate,
+    make_batch,
+    make_target,
+    oracle_of,
+)
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.flex_attention import WrappedFlexAttention
 
@@ -23,14 +32,14 @@ def test_attention_that_takes_causal_masks_only(family, lengths, monkeypatch):
     draft = oracle_of(target, batch)
     for policy in ("static", "auto"):
         draft.generation_config.tree_policy = policy
-        assert_same_text(target, draft, batch)
+        assert_gives_its_text(draft, target, batch)
         assert_same_text(target, draft, batch, do_sample=True, temperature=0.7)
     assert hints and "attn_implementation='sdpa'" in hints[0]
     draft = oracle_of(target, batch)  # its guesses go on from those of the calls before, which measured times decide
     causal_only.seen.clear()
-    stats = assert_same_text(target, draft, batch)
-    assert stats.target_forwards < 20 and stats.acceptance_length > 1.5
-    # Prompts, single tokens of plain decoding, the chain of 11 tokens by which this attention is tried, and chains.
+    stats = assert_gives_its_text(draft, target, batch)
+    assert stats.target_forwards < 15 and stats.acceptance_length > 1.5
+    # Prompts, the chain of 11 tokens by which this attention is tried with the first of them alone, and chains.
     assert 1 + draft.generation_config.tree_depth == max(set(causal_only.seen) - {max(lengths), 11})
 
 
@@ -55,13 +64,12 @@ def test_flex_attention_on_a_cpu(monkeypatch):
     [
         (
             "gpt_neo",
-            {"num_layers": 6, "num_heads": 4, "attention_types": [[["global", "local"], 3]], "window_size": 8},
+            {"num_layers": 6, "num_heads": 4, "window_size": 8, "attention_types": [[["global", "local"], 3]]},
         ),
         ("falcon", {"num_hidden_layers": 6, "num_attention_heads": 4, "alibi": True}),
     ],
 )
-@pytest.mark.parametrize("lengths", [[9], [20, 9, 33]], ids=["one", "batch"])
-def test_distances_by_indices(model_type, changes, lengths):
+def test_distances_by_indices(model_type, changes):
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.3}
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **{**sizes, **changes})
@@ -69,5 +77,5 @@ def test_distances_by_indices(model_type, changes, lengths):
     draft = Eagle3ForSpeculation.from_target(target).eval()
     for policy in ("static", "auto"):
         draft.generation_config.tree_policy = policy
-        assert_same_text(target, draft, make_batch(lengths))
-        assert_same_text(target, draft, make_batch(lengths), do_sample=True)
+        assert_same_text(target, draft, make_batch([20, 9, 33]))
+        assert_same_text(target, draft, make_batch([9]), do_sample=True)

@@ -1,3 +1,4 @@
+import itertools
 import json
 from dataclasses import fields
 
@@ -33,12 +34,11 @@ def test_config_json_is_the_speculators_schema(tmp_path, target):
     assert set(saved["auto_map"]) == {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
 
 
-@pytest.mark.parametrize("flag", FLAGS)
-@pytest.mark.parametrize("value", [True, False])
-def test_every_flag_survives_saving(tmp_path, flag, value):
-    Eagle3Config(**{flag: value}).save_pretrained(tmp_path)
-    assert getattr(Eagle3Config.from_pretrained(tmp_path), flag) is value
-    assert json.loads((tmp_path / "config.json").read_text())[flag] is value
+def test_every_flag_survives_saving(tmp_path):
+    for flag, value in itertools.product(FLAGS, (True, False)):
+        Eagle3Config(**{flag: value}).save_pretrained(tmp_path)
+        assert getattr(Eagle3Config.from_pretrained(tmp_path), flag) is value
+        assert json.loads((tmp_path / "config.json").read_text())[flag] is value
 
 
 def test_vocab_size_is_the_targets(target):
@@ -47,52 +47,39 @@ def test_vocab_size_is_the_targets(target):
     assert draft.config.pad_token_id == target.generation_config.pad_token_id
 
 
+def of_layers(**config):
+    return {"transformer_layer_config": config}
+
+
+SLIDES = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"fc_norm": True, "norm_before_fc": True}, "exclude each other"),
-        ({"transformer_layer_config": {"model_type": "gemma2"}}, "'llama' or 'qwen3'"),
-        (
-            {"draft_vocab_size": 100, "transformer_layer_config": {"vocab_size": 50}},
-            "`draft_vocab_size` is 100, but must be from 1 to 50",
-        ),
+        (of_layers(model_type="gemma2"), "'llama' or 'qwen3'"),
+        ({"draft_vocab_size": 100, **of_layers(vocab_size=50)}, "`draft_vocab_size` is 100, but must be from 1 to 50"),
         ({"speculators_model_type": "mtp"}, "expected 'eagle3'"),
-        ({"transformer_layer_config": {"partial_rotary_factor": 2}}, "must be at most 1"),
+        (of_layers(partial_rotary_factor=2), "must be at most 1"),
         ({"speculators_config": {"verifier": "big/model"}}, "but must be a mapping"),
         ({"speculators_config": {"verifier": {"name_or_path": 3}}}, "but must be a mapping"),
         ({"speculators_config": "eagle3"}, "'speculators_config'"),
         ({"verifier_fingerprint": 7}, "'verifier_fingerprint'"),
         ({"verifier_fingerprint": "not base64!"}, "`verifier_fingerprint` is"),
         ({"verifier_fingerprint": "AAAA"}, "`verifier_fingerprint` is"),
-        ({"transformer_layer_config": {"rope_parameters": {"rope_theta": None}}}, "`rope_theta` is None"),
-        ({"transformer_layer_config": {"rope_parameters": {"rope_type": "spiral"}}}, "`rope_type` is 'spiral'"),
-        ({"transformer_layer_config": {"rope_scaling": {"rope_type": "su"}}}, "`rope_type` is 'su'"),
-        ({"transformer_layer_config": {"rope_theta": None}}, "`rope_theta` is None"),
-        (
-            {"transformer_layer_config": {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}},
-            "no window is on",
-        ),
-        (
-            {
-                "transformer_layer_config": {
-                    "model_type": "qwen3",
-                    "num_hidden_layers": 1,
-                    "layer_types": ["sliding_attention"],
-                    "sliding_window": 8,
-                    "use_sliding_window": False,
-                }
-            },
-            "no window is on",
-        ),
-        ({"transformer_layer_config": {"num_key_value_heads": 0}}, "`num_key_value_heads` is 0"),
-        ({"transformer_layer_config": {"num_attention_heads": 4, "num_key_value_heads": 3}}, "multiple of"),
-        ({"transformer_layer_config": {"rms_norm_eps": "small"}}, "`rms_norm_eps` is 'small'"),
-        ({"transformer_layer_config": {"hidden_act": "surprise"}}, "`hidden_act` is 'surprise'"),
-        ({"transformer_layer_config": {"surprise": True}}, "does not know: .'surprise'"),
-        (
-            {"transformer_layer_config": {"num_hidden_layers": 1, "layer_types": ["linear_attention"]}},
-            "`layer_types` is",
-        ),
+        (of_layers(rope_parameters={"rope_theta": None}), "`rope_theta` is None"),
+        (of_layers(rope_parameters={"rope_type": "spiral"}), "`rope_type` is 'spiral'"),
+        (of_layers(rope_scaling={"rope_type": "su"}), "`rope_type` is 'su'"),
+        (of_layers(rope_theta=None), "`rope_theta` is None"),
+        (of_layers(**SLIDES), "no window is on"),
+        (of_layers(**SLIDES, model_type="qwen3", sliding_window=8, use_sliding_window=False), "no window is on"),
+        (of_layers(num_key_value_heads=0), "`num_key_value_heads` is 0"),
+        (of_layers(num_attention_heads=4, num_key_value_heads=3), "multiple of"),
+        (of_layers(rms_norm_eps="small"), "`rms_norm_eps` is 'small'"),
+        (of_layers(hidden_act="surprise"), "`hidden_act` is 'surprise'"),
+        (of_layers(surprise=True), "does not know: .'surprise'"),
+        (of_layers(**SLIDES | {"layer_types": ["linear_attention"]}), "`layer_types` is"),
         ({"norm_output": None}, "'norm_output' expected bool"),
         ({"draft_vocab_size": 0}, "`draft_vocab_size` is 0"),
         ({"eagle_aux_hidden_state_layer_ids": [1, "2"]}, "'eagle_aux_hidden_state_layer_ids'"),

@@ -51,9 +51,16 @@ class Row:
             yield self.confidence(draft, target, path)
 
 
-@pytest.mark.parametrize("layer_types", [["full_attention"], ["sliding_attention", "full_attention"]], ids=str)
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("mask_token_id", [None, 5], ids=["level by level", "in one pass"])
+@pytest.mark.parametrize(
+    ("mask_token_id", "batch_size", "layer_types"),
+    [
+        (None, 1, ["full_attention"]),
+        (None, 3, ["sliding_attention", "full_attention"]),
+        (5, 3, ["full_attention"]),
+        (5, 1, ["sliding_attention", "full_attention"]),
+    ],
+    ids=["level by level", "level by level, batch", "in one pass, batch", "in one pass"],
+)
 @torch.no_grad()
 def test_confidences_of_a_tree(layer_types, batch_size, mask_token_id, monkeypatch):
     """However many tokens a row accepts in a step, whichever rows stay, and whether or not each step is drafted."""

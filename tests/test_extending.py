@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FAMILIES, RECURRENT, assert_same_text, generate, make_batch, make_draft, make_prompt, make_target
+from conftest import assert_same_text, generate, make_batch, make_draft, make_prompt, make_target
 from transformers import GenerationConfig, GenerationMixin
 
 from hf_eagle3 import AssistantMixin, DraftTree, Proposer
@@ -90,22 +90,17 @@ def test_the_example_is_short_and_runs():
 
 
 @pytest.mark.parametrize(
-    ("kind", "policy", "lengths"),
-    [("bigrams", "static", [12, 5, 17]), ("bigrams", "auto", [9]), ("small model", "static", [9])],
-    ids=["bigrams", "bigrams, auto", "small model"],
-)
-@pytest.mark.parametrize(
-    "settings",
+    ("settings", "kind", "policy", "lengths"),
     [
-        {},
-        {"do_sample": True, "temperature": 0.8},
-        {"repetition_penalty": 1.3},
-        {"cache_implementation": "static"},
-        {"return_dict_in_generate": True, "output_scores": True, "output_hidden_states": True},
+        ({}, "small model", "static", [9]),
+        ({"do_sample": True, "temperature": 0.8}, "bigrams", "static", [12, 5, 17]),
+        ({"repetition_penalty": 1.3}, "bigrams", "auto", [9]),
+        ({"cache_implementation": "static"}, "bigrams", "static", [12, 5, 17]),
+        ({"return_dict_in_generate": True, "output_hidden_states": True}, "small model", "auto", [9]),
     ],
     ids=["greedy", "sampling", "processors", "static", "returned"],
 )
-def test_the_text_is_that_of_plain_generate(kind, policy, lengths, settings):
+def test_the_text_is_that_of_plain_generate(settings, kind, policy, lengths):
     target, batch = make_target("llama"), make_batch(lengths)
     assistant = make_assistant(kind, target, tree_policy=policy)
     settings = {"max_new_tokens": 16, "eos_token_id": [7, 8], "pad_token_id": 0, **settings}
@@ -113,9 +108,9 @@ def test_the_text_is_that_of_plain_generate(kind, policy, lengths, settings):
     assert stats.target_forwards == 1 + len(stats.accepted_lengths) or len(lengths) > 1
 
 
-@pytest.mark.parametrize("family", ["gemma3", "mistral-window", "llama4", "gpt_oss", "lfm2", "qwen3_5"])
+@pytest.mark.parametrize("family", ["gemma3", "llama4", "lfm2", "qwen3_5"])
 def test_other_families(family):
-    target = make_target(family if family in {**FAMILIES, **RECURRENT} else "lfm2")
+    target = make_target(family)
     batch, assistant = make_batch([9, 20]), make_assistant("bigrams", target)
     assert assert_same_text(target, assistant, batch, max_new_tokens=40).target_forwards <= 40
 
@@ -146,24 +141,12 @@ def test_a_small_model_gets_tokens_accepted():
     [
         (lambda root: None, TypeError, "must propose a `DraftTree`, not NoneType"),
         (lambda root: root, TypeError, "must propose a `DraftTree`, not Tensor"),
-        (
-            lambda root: DraftTree.chain(torch.cat([root + 1, root], dim=1) % 96),
-            ValueError,
-            "must begin with its root",
-        ),
-        (lambda root: DraftTree.chain(root[:1].repeat(1, 3)), ValueError, "must begin with its root"),  # of one row
-        (
-            lambda root: DraftTree.from_parents(root.repeat(1, 3), torch.zeros(2, 3, dtype=torch.long)),
-            ValueError,
-            "a `branching_factor` of 1, but the proposed tree is no chain",
-        ),
-        (
-            lambda root: DraftTree.chain(root.repeat(1, 30)),
-            ValueError,
-            "room for 24 nodes below the root, in 3 levels, but the proposed tree has 29 in 29",
-        ),
+        (lambda root: DraftTree.chain(torch.cat([root + 1, root], dim=1) % 96), ValueError, "begin with its root"),
+        (lambda root: DraftTree.chain(root[:1].repeat(1, 3)), ValueError, "begin with its root"),  # of one row
+        (lambda root: DraftTree.from_parents(root.repeat(1, 3), torch.zeros(2, 3, dtype=torch.long)), ValueError, "a `branching_factor` of 1, but the proposed tree is no chain"),
+        (lambda root: DraftTree.chain(root.repeat(1, 30)), ValueError, "room for 24 nodes below the root, in 3 levels, but the proposed tree has 29 in 29"),
     ],
-)
+)  # fmt: skip
 def test_trees_that_would_change_the_text(family, make_tree, error, message):
     class Careless(Proposer):
         def propose(self, plan, root_tokens, sampler=None):

@@ -10,7 +10,6 @@ from conftest import (
     BASE,
     FAMILIES,
     MOE,
-    MORE_FAMILIES,
     VOCAB_SIZE,
     assert_an_oracle_gives_the_text,
     assert_same_text,
@@ -32,10 +31,7 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     GenerationMixin,
-    LogitsProcessorList,
     MaxLengthCriteria,
-    StoppingCriteria,
-    TextStreamer,
 )
 from transformers.generation import EosTokenCriteria, stopping_criteria
 from transformers.generation.streamers import BaseStreamer
@@ -52,7 +48,7 @@ from hf_eagle3.remote_code.outputs_eagle3 import (
 )
 
 
-NEW_TOKENS = 24
+NEW_TOKENS = 18
 GREEDY = [{}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}]
 SAMPLING = [
     {"temperature": 0.7},
@@ -65,20 +61,18 @@ SAMPLING = [
 # The text is the target's ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("family", "prompt_length", "settings"), each_once(FAMILIES | MORE_FAMILIES, [5, 40], [{}, *GREEDY])
-)
+@pytest.mark.parametrize(("family", "prompt_length", "settings"), each_once(FAMILIES, [5, 40], [{}, *GREEDY]))
 def test_greedy_text_of_every_family(family, prompt_length, settings):
+    """And of more families in batches (test_batch_generation.py)."""
     target, prompt = make_target(family), make_prompt(prompt_length)
     oracle = assert_an_oracle_gives_the_text(target, prompt, **settings)
     # Without accepted tokens, and whole branches of them, this would prove nothing.
     lengths = oracle.last_generation.accepted_lengths
     assert max(lengths) >= 5 and sum(lengths) > 1.5 * len(lengths)
-    if family in FAMILIES:
-        draft = make_draft(target, [prompt], num_tokens=8)
-        draft.generation_config.num_assistant_tokens = 72  # all pairs of 8 tokens
-        assert generate(target, prompt, assistant_model=draft, **settings).tolist() == oracle.text.tolist()
-        assert max(draft.last_generation.accepted_lengths) >= 2
+    draft = make_draft(target, [prompt], num_tokens=8)
+    draft.generation_config.num_assistant_tokens = 72  # all pairs of 8 tokens
+    assert generate(target, prompt, assistant_model=draft, **settings).tolist() == oracle.text.tolist()
+    assert max(draft.last_generation.accepted_lengths) >= 2
 
 
 @pytest.mark.parametrize(("family", "settings"), each_once(["llama", "gemma3", "gpt_oss", "llama4"], SAMPLING))
@@ -151,11 +145,6 @@ def test_embeddings_that_are_narrower_than_the_layers():
     assert oracle.last_generation.acceptance_length > 1.5
 
 
-def test_other_dtype_of_the_draft(target):
-    prompt = make_prompt(10)
-    assert_same_text(target, make_draft(target, [prompt]).to(torch.bfloat16), prompt)
-
-
 def test_low_precision_target_runs():
     target, prompt = make_target("gemma3").to(torch.bfloat16), make_prompt(40)
     draft = make_draft(target, [prompt])
@@ -175,6 +164,11 @@ def test_the_draft_reads_the_streams_entering_its_layers(family):
     states = aux_hidden_states(outputs, layer_ids, num_layers).chunk(3, dim=-1)
     for layer_id, state in zip(layer_ids, states):
         assert torch.equal(state, entering[layer_id])
+    draft = Eagle3ForSpeculation.from_target(
+        target, draft_token_ids=range(10), eagle_aux_hidden_state_layer_ids=layer_ids
+    )
+    assert draft.config.fc_norm and draft.config.norm_output
+    assert draft(make_prompt(7), draft.combine_hidden_states(torch.cat(states, dim=-1))).logits.shape == (1, 7, 10)
     outputs.hidden_states = outputs.hidden_states[1:]
     with pytest.raises(ValueError, match=f"returned {num_layers} hidden states"):
         aux_hidden_states(outputs, layer_ids, num_layers)
@@ -232,16 +226,13 @@ def test_the_state_before_the_final_norm():
 # Where a tree is not what the target sees one token at a time ----------------------------------------------------
 
 
-@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
-@pytest.mark.parametrize("family", ["llama", "phi3"])
+@pytest.mark.parametrize(("family", "rope_type"), [("llama", "dynamic"), ("llama", "longrope"), ("phi3", "longrope")])
 def test_rotary_frequencies_that_change_on_the_way(family, rope_type):
     rope = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 4.0}
     changes = {"max_position_embeddings": 30}
     if rope_type == "longrope":
         rope |= {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4, "original_max_position_embeddings": 30}
         changes = {"max_position_embeddings": 120, "original_max_position_embeddings": 30}
-    if family == "phi3" and rope_type == "dynamic":
-        pytest.skip("Phi-3 has no dynamic scaling")
     target = make_target(family, rope_parameters=rope, **changes)
     oracle = assert_an_oracle_gives_the_text(target, make_prompt(21))  # reaches position 30 on the way
     assert max(oracle.last_generation.accepted_lengths) >= 3
@@ -258,17 +249,6 @@ def test_llama4_scales_queries_by_position(floor_scale):
 # Stopping ---------------------------------------------------------------------------------------------------------
 
 
-class StopAfter(StoppingCriteria):
-    """Counts its calls, and stops when a token has been said twice."""
-
-    def __init__(self, token):
-        self.token, self.lengths = token, []
-
-    def __call__(self, input_ids, scores, **kwargs):
-        self.lengths.append(input_ids.shape[1])
-        return torch.full((1,), bool((input_ids[0] == self.token).sum() >= 2))
-
-
 def test_eos_and_lengths(target):
     prompt = make_prompt(8)
     oracle = oracle_of(target, prompt, max_new_tokens=40)
@@ -276,7 +256,7 @@ def test_eos_and_lengths(target):
     for eos in (said[3], said[7], [said[5], said[11]]):
         assert_same_text(target, oracle, prompt, eos_token_id=eos, max_new_tokens=40)
         assert_same_text(target, oracle, prompt, eos_token_id=eos, max_new_tokens=40, min_new_tokens=9)
-    for length in range(1, 12):
+    for length in (1, 2, 3, 6, 10, 11):
         stats = assert_same_text(target, oracle, prompt, max_new_tokens=length)
         assert stats.new_tokens == length
     assert_same_text(target, oracle, prompt, max_new_tokens=None, max_length=19)
@@ -315,51 +295,6 @@ def test_texts_that_are_longer_than_the_positions(length, num_new, do_sample, mo
     assert len(said[0]) == 1 or num_new < 24
 
 
-def test_stopping_criteria_see_every_token(target):
-    prompt = make_prompt(8)
-    text = generate(target, prompt)
-    plain, assisted = StopAfter(int(text[0, 20])), StopAfter(int(text[0, 20]))
-    expected = generate(target, prompt, stopping_criteria=[plain])
-    actual = generate(target, prompt, stopping_criteria=[assisted], assistant_model=make_oracle(target, text))
-    assert torch.equal(expected, actual)
-    assert plain.lengths == assisted.lengths
-
-
-def test_logits_processors_see_every_prefix_once(target):
-    class Recorder:
-        def __init__(self):
-            self.seen = []
-
-        def __call__(self, input_ids, scores):
-            self.seen.append((input_ids.tolist(), scores.dtype))
-            return scores + torch.arange(VOCAB_SIZE) * 0.01
-
-    prompt = make_prompt(8)
-    plain, assisted = Recorder(), Recorder()
-    text = generate(target, prompt, logits_processor=LogitsProcessorList([plain]))
-    oracle = make_oracle(target, text)
-    actual = generate(target, prompt, logits_processor=LogitsProcessorList([assisted]), assistant_model=oracle)
-    assert torch.equal(text, actual)
-    assert plain.seen == assisted.seen
-
-
-def test_streamer_gets_one_token_at_a_time(target):
-    class Collector(TextStreamer):
-        def __init__(self):
-            self.items, self.ended = [], 0
-
-        def put(self, value):
-            self.items.append(value.tolist())
-
-        def end(self):
-            self.ended += 1
-
-    prompt, plain, assisted = make_prompt(8), Collector(), Collector()
-    text = generate(target, prompt, streamer=plain)
-    generate(target, prompt, streamer=assisted, assistant_model=make_oracle(target, text))
-    assert plain.items == assisted.items and plain.ended == assisted.ended == 1
-
-
 def test_statistics(target):
     stats = assert_an_oracle_gives_the_text(target, make_prompt(8)).last_generation
     assert stats.new_tokens == NEW_TOKENS == 1 + sum(stats.accepted_lengths)
@@ -370,11 +305,9 @@ def test_statistics(target):
 # What generate returns --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("family", "prompt_length"),
-    each_once(["llama", "mistral-window", "gemma3", "gemma4-shared-kv", "llama4", "gpt_oss"], [5, 40]),
-)
+@pytest.mark.parametrize(("family", "prompt_length"), [("llama", 5), ("gemma4-shared-kv", 40)])
 def test_returned_dict_is_that_of_plain_generate(family, prompt_length):
+    """Of one row, with the prompt's states, which batches do not compare (test_batch_generation.py)."""
     target, prompt = make_target(family), make_prompt(prompt_length)
     target.set_attn_implementation("eager")
     wanted = dict.fromkeys(["output_scores", "output_logits", "output_hidden_states"], True)
@@ -383,17 +316,10 @@ def test_returned_dict_is_that_of_plain_generate(family, prompt_length):
     actual = generate(target, prompt, **wanted, assistant_model=make_oracle(target, expected.sequences))
     assert type(actual) is type(expected)
     assert torch.equal(actual.sequences, expected.sequences)
-    for name in ("scores", "logits"):
+    for name in ("scores", "logits", "hidden_states"):
         ours, theirs = getattr(actual, name), getattr(expected, name)
         assert len(ours) == len(theirs) == NEW_TOKENS
-        torch.testing.assert_close(torch.cat(ours), torch.cat(theirs), atol=1e-3, rtol=1e-3)
-    for name in ("hidden_states",):
-        ours, theirs = getattr(actual, name), getattr(expected, name)
-        assert len(ours) == len(theirs) == NEW_TOKENS
-        for our_layers, their_layers in zip(ours, theirs):
-            assert len(our_layers) == len(their_layers)
-            for our_layer, their_layer in zip(our_layers, their_layers):
-                torch.testing.assert_close(our_layer, their_layer, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("layers", [2, [1, -1]])
@@ -439,15 +365,6 @@ def test_cache_of_a_stop_inside_a_branch(target):
         logits = target(stopped.sequences[:, -1:], past_key_values=cache).logits
         expected = target(stopped.sequences).logits
     torch.testing.assert_close(logits[:, -1], expected[:, -1], atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3", "llama4"])
-def test_left_padding(family):
-    target, prompt = make_target(family), make_prompt(30)
-    padded = torch.cat([torch.zeros(1, 7, dtype=torch.long), prompt], dim=1)
-    mask = (torch.arange(37) >= 7).long()[None]
-    stats = assert_same_text(target, oracle_of(target, prompt), padded, attention_mask=mask)
-    assert stats.acceptance_length > 1.5
 
 
 def test_prompt_in_chunks_and_as_embeddings(target):
@@ -619,10 +536,8 @@ def test_the_right_target_in_another_precision_is_recognised(tmp_path, target):
         [
             {},
             {"do_sample": True, "top_k": 20},
-            {"cache_implementation": "static"},
             {"cache_implementation": "static", "do_sample": True},
             {"do_sample": True, "num_return_sequences": 3},
-            {},
         ],
     ),
 )
@@ -690,19 +605,21 @@ def targets_that(family, treats_trees):
     return target
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("treats_trees", ["well", "ignores masks", "ignores positions", "refuses masks"])
+@pytest.mark.parametrize(
+    ("family", "treats_trees"),
+    [("gemma3", "well"), ("llama", "ignores masks"), ("gemma3", "ignores positions"), ("llama", "refuses masks")],
+)
 def test_targets_with_code_of_their_own(family, treats_trees, warned):
     target = targets_that(family, treats_trees)
     type(logger).warning_once.cache_clear()
     for batch in ({"input_ids": make_prompt(24)}, make_batch([9, 24])):
-        settings = {**batch, "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+        settings = {**batch, "max_new_tokens": 18, "do_sample": False, "pad_token_id": 0}
         expected = target.generate(**settings, return_dict_in_generate=True)
         padding = (1 - batch.get("attention_mask", torch.ones_like(batch["input_ids"]))).sum(dim=1, keepdim=True)
         draft = make_oracle(target, expected.sequences, padding=padding)
         draft.generation_config.output_steps = True
-        caches = [DynamicCache(config=target.config) for _ in range(2)]
-        for cache in (None, caches[0]):
+        given = DynamicCache(config=target.config)
+        for cache in (None, given):
             text = target.generate(**settings, **{CACHE: cache}, assistant_model=draft)
             assert text.tolist() == expected.sequences.tolist()
             trees = [
@@ -710,8 +627,7 @@ def test_targets_with_code_of_their_own(family, treats_trees, warned):
             ]
             assert (max(trees) > 2) == (treats_trees == "well")  # the root is its own parent
         assert draft.last_generation.new_tokens > draft.last_generation.target_forwards
-        target.generate(**settings, **{CACHE: caches[1]})
-        for layer, other in zip(*(each.layers for each in caches)):
+        for layer, other in zip(given.layers, expected.past_key_values.layers):
             torch.testing.assert_close(layer.keys, other.keys, rtol=1e-3, atol=1e-3)
     assert bool([text for text in warned if "cannot read a tree" in text]) == (treats_trees != "well")
 
@@ -761,11 +677,9 @@ def test_targets_that_cannot_be_verified_in_a_tree(draft):
         ("bloom", {"n_layer": 3, "n_head": 4}, "takes no `position_ids`.*add the argument"),
         ("cpmant", {"dim_head": 8, "dim_ff": 48}, "takes no `position_ids`"),
         ("deepseek_v4", {**MOE, "q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2}, "stateful"),
-        (
-            "hy_v4",
-            {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-            "several for each token",
-        ),
+        ("hy_v4", {**MOE, "n_routed_experts": 4}, "several for each token"),
+        ("openai-gpt", {}, "returns a cache"),
+        ("minimax", {}, "roll back"),
     ],
 )
 def test_targets_that_take_no_positions_or_cannot_roll_back(model_type, changes, message):
@@ -794,14 +708,14 @@ def test_drafted_tokens_whose_states_are_no_numbers(family, bad):
     if family != "qwen3_5":
         calls += [{**calls[0], "cache_implementation": "static"}]
     prompts = [{"input_ids": batch["input_ids"][1:]}, batch]
-    texts = []
-    for prompt, call in itertools.product(prompts, calls):
+    cases, texts = [(prompts[i % 2], call) for i, call in enumerate([*calls, calls[0]])], []
+    for prompt, call in cases:
         torch.manual_seed(0)
         texts.append(target.generate(**prompt, **call, **settings))
     target.get_input_embeddings().weight.data[unsaid] = bad
     # Drafts of which some tokens, and all, are such.
     drafts = [Eagle3ForSpeculation.from_target(target, vocabulary).eval() for vocabulary in (None, unsaid)]
-    for (prompt, call), expected in zip(itertools.product(prompts, calls), texts):
+    for (prompt, call), expected in zip(cases, texts):
         for draft in drafts:
             draft.generation_config.tree_policy = "static"
             torch.manual_seed(0)

@@ -219,12 +219,16 @@ def cheap_nodes(monkeypatch):
     monkeypatch.setattr(StepCosts, "seconds", lambda self, part, size: 1 + 0.01 * size)
 
 
-@pytest.mark.parametrize("waits", [False, True], ids=["looks are free", "looks wait"])
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"do_sample": True, "temperature": 0.1}, {"repetition_penalty": 1.01}, {"num_return_sequences": 3, "do_sample": True}],
+    ("settings", "waits"),
+    [
+        ({}, True),
+        ({"do_sample": True, "temperature": 0.1}, False),
+        ({"repetition_penalty": 1.01}, False),
+        ({"num_return_sequences": 3, "do_sample": True}, True),
+    ],
     ids=["greedy", "sampling", "processors", "batch"],
-)  # fmt: skip
+)
 def test_a_text_that_repeats_itself(cyclic, cheap_nodes, monkeypatch, settings, waits):
     if waits:
         for module in ("accept", "decoding", "drafter"):
@@ -261,7 +265,7 @@ def test_static_caches_look_up_as_many_tokens_as_a_tree_has(cyclic, cheap_nodes,
 
     monkeypatch.setattr(Verifier, "verify", noting_sizes)
     draft = Eagle3ForSpeculation.from_target(cyclic).eval()
-    kwargs = {"max_new_tokens": 90, "cache_implementation": "static"}
+    kwargs = {"max_new_tokens": 60, "cache_implementation": "static"}
     for num_tokens in (24, 23):
         ours = {"prompt_lookup_num_tokens": num_tokens}
         stats = assert_same_text(cyclic, draft, CYCLE.expand(sequences, -1), ours=ours, **kwargs)
@@ -293,7 +297,7 @@ def test_batches_whose_rows_are_far_apart(family, sampling):
     kwargs["eos_token_id"] = generate(target, batch, **kwargs)[0, -20].item()
     draft, num_lookups = oracle_of(target, batch, **kwargs), 0
     draft.generation_config.tree_policy = "auto"
-    for seed in range(3):
+    for seed in range(2):
         with lookups_of(draft.text, seed):
             num_lookups += assert_gives_its_text(draft, target, batch, **kwargs).lookup_steps
     assert num_lookups > 0

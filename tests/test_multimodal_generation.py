@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import (
     assert_an_oracle_gives_the_text,
+    assert_gives_its_text,
     assert_same_text,
     each_once,
     generate,
@@ -73,11 +74,11 @@ def test_text_and_images(family, num_images, settings):
 def test_looking_up_what_may_be_an_image(family):
     """The places of images are tokens of the text, too."""
     target, inputs = make(family, 2)
-    oracle, num_lookups = assert_an_oracle_gives_the_text(target, inputs, max_new_tokens=40), 0
+    oracle, num_lookups = assert_an_oracle_gives_the_text(target, inputs), 0
     oracle.generation_config.tree_policy = "auto"
     for seed in range(3):
         with lookups_of(oracle.text, seed, wrong=IMAGE):
-            num_lookups += assert_same_text(target, oracle, inputs, max_new_tokens=40).lookup_steps
+            num_lookups += assert_gives_its_text(oracle, target, inputs).lookup_steps
     assert num_lookups > 3
 
 

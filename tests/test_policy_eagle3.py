@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
-    assert_same_text,
     each_once,
     generate,
     make_batch,
@@ -166,8 +165,8 @@ def test_what_it_takes_to_catch_up_counts():
 def test_verifies_less_where_nodes_are_dear():
     cheap, dear = Machine(skill=0.7, per_node=0.001), Machine(skill=0.7, per_node=0.2)
     for machine in (cheap, dear):
-        machine.speedup(250)
-    mean = [sum(machine.trees[100:]) / 150 for machine in (cheap, dear)]
+        machine.speedup(180)
+    mean = [sum(machine.trees[80:]) / 100 for machine in (cheap, dear)]
     assert mean[0] > 5 and mean[1] < 4
     # Two nodes would bring 2.19 tokens for 1 + 0.4 + 0.2 + 0.1.
     assert dear.speedup(400) > 0.93 * 2.19 / 1.7
@@ -177,8 +176,8 @@ def test_verifies_less_where_nodes_are_dear():
 def test_drafts_less_deep_where_levels_are_dear(kind):
     cheap, dear = Machine(skill=0.7, level=0.01, **kind), Machine(skill=0.7, level=0.4, **kind)
     for machine in (cheap, dear):
-        machine.speedup(250)
-    mean = [sum(machine.depths[-150:]) / len(machine.depths[-150:]) for machine in (cheap, dear)]
+        machine.speedup(180)
+    mean = [sum(machine.depths[-100:]) / len(machine.depths[-100:]) for machine in (cheap, dear)]
     assert mean[0] > 4 and mean[1] < 3
 
 
@@ -294,11 +293,14 @@ def test_calibration_has_an_end(path, least, most):
     assert least <= calibration.power <= most
 
 
-@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static cache"])
-@pytest.mark.parametrize("tree_policy", ["static", "auto"])
+@pytest.mark.parametrize(
+    ("tree_policy", "cache"),
+    [("static", {}), ("auto", {}), ("auto", {"cache_implementation": "static"})],
+    ids=["static", "auto", "auto, static cache"],
+)
 def test_what_calls_learn_of_a_draft(monkeypatch, tree_policy, cache):
     """One that is sure and often wrong is believed less and less; `static` begins anew in each call."""
-    target, prompt, settings = make_target("llama"), make_prompt(9), {"max_new_tokens": 60, "do_sample": False}
+    target, prompt, settings = make_target("llama"), make_prompt(9), {"max_new_tokens": 40, "do_sample": False}
     draft = make_oracle(target, target.generate(prompt, **settings))
     draft.generation_config.update(tree_policy=tree_policy, prompt_lookup_num_tokens=0)
     record, powers = Calibration.record, []
@@ -328,10 +330,10 @@ def contents(policy):
 
 def test_what_threads_share_is_replaced_not_changed():
     """So that one thread never reads what another is half-way through with."""
-    target, prompts = make_target("llama"), [make_prompt(9, seed) for seed in range(4)]
+    target, prompts = make_target("llama"), [make_prompt(9, seed) for seed in range(3)]
     draft = make_draft(target, prompts)
     draft.generation_config.tree_policy = "auto"
-    settings = {"max_new_tokens": 40, "do_sample": False}
+    settings = {"max_new_tokens": 24, "do_sample": False}
     expected = [target.generate(prompt, **settings).tolist() for prompt in prompts]
     target.generate(prompts[0], assistant_model=draft, **settings)
     (shared,) = policy_eagle3._POLICIES[target][draft].values()
@@ -339,16 +341,16 @@ def test_what_threads_share_is_replaced_not_changed():
     texts = {}
 
     def call(number):
-        for index in range(4):
-            text = target.generate(prompts[(index + number) % 4], assistant_model=draft, **settings)
-            texts[number, (index + number) % 4] = text.tolist()
+        for index in range(3):
+            text = target.generate(prompts[(index + number) % 3], assistant_model=draft, **settings)
+            texts[number, (index + number) % 3] = text.tolist()
 
     threads = [threading.Thread(target=call, args=(number,)) for number in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(texts) == 12 and all(text == expected[index] for (_, index), text in texts.items())
+    assert len(texts) == 9 and all(text == expected[index] for (_, index), text in texts.items())
     assert contents(shared) == before
     (now,) = policy_eagle3._POLICIES[target][draft].values()
     assert now is not shared and now.costs.num_recorded["verify"] > shared.costs.num_recorded["verify"]
@@ -443,6 +445,8 @@ def test_learns_nothing_from_padding(monkeypatch, cache):
         draft.generation_config.update(tree_policy="auto", tree_depth=4, branching_factor=1)
         outputs = generate(target, batch, assistant_model=draft, **kwargs)
         assert outputs.sequences.tolist() == expected.tolist()
+        if seed > 5 and any(of_padding):
+            break
     assert any(of_padding) and judged and all(tokens >= 1 and not padding for tokens, padding in judged)
 
 
@@ -454,12 +458,12 @@ def test_a_batch_is_as_fast_as_its_slowest_row(monkeypatch):
     )
     target, batch = make_target("llama"), make_batch([5, 9], seed=1)
     shares = []
-    for knows_both in (True, False):
-        draft = oracle_of(target, batch, max_new_tokens=150)
-        if not knows_both:
-            draft.text[1] = 3
+    text = generate(target, batch, max_new_tokens=150)
+    for known in (text, torch.stack([text[0], torch.full_like(text[1], 3)])):
+        draft = oracle_of(target, batch, text=known)
         draft.generation_config.update(tree_policy="auto", tree_depth=4, branching_factor=1)
-        stats = assert_same_text(target, draft, batch, max_new_tokens=150)
+        assert torch.equal(generate(target, batch, assistant_model=draft, max_new_tokens=150), text)
+        stats = draft.last_generation
         shares.append(stats.plain_steps / stats.target_forwards)
     assert shares[0] < 0.3 and shares[1] > 0.7
 

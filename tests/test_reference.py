@@ -54,6 +54,9 @@ def callables() -> dict[str, object]:
     return found
 
 
+CALLABLES = callables()
+
+
 def test_everything_public_is_in_the_reference():
     packages = [module.name for module in pkgutil.iter_modules(hf_eagle3.__path__) if module.ispkg]
     packages.remove("remote_code")  # whose public names the package itself has
@@ -97,9 +100,7 @@ def test_members_of_a_base_class_are_shown(page):
         assert options.get("inherited_members") or {*options.get("members", ())} <= {*own}, name
 
 
-@pytest.mark.parametrize(
-    ("name", "thing"), callables().items(), ids=lambda each: each if isinstance(each, str) else ""
-)
+@pytest.mark.parametrize(("name", "thing"), CALLABLES.items(), ids=lambda each: each if isinstance(each, str) else "")
 def test_all_arguments_are_described(name, thing):
     if isinstance(thing, property):
         return
@@ -116,9 +117,7 @@ def test_all_arguments_are_described(name, thing):
     assert takes_others or not {*described} - known, f"Args of {name} have some that do not exist"
 
 
-@pytest.mark.parametrize(
-    ("name", "thing"), callables().items(), ids=lambda each: each if isinstance(each, str) else ""
-)
+@pytest.mark.parametrize(("name", "thing"), CALLABLES.items(), ids=lambda each: each if isinstance(each, str) else "")
 def test_references_lead_somewhere(name, thing):
     for _, target in docstrings.REFERENCE.findall(inspect.getdoc(thing)):
         if docstrings.find(target, name, DOCUMENTED) is None:

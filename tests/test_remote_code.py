@@ -15,26 +15,11 @@ from loopback_hub import sha_of
 import hf_eagle3
 
 
-TRAVELLING = (
-    "accept_eagle3.py",
-    "assistant_eagle3.py",
-    "attention_eagle3.py",
-    "auto_eagle3.py",
-    "cache_eagle3.py",
-    "configuration_eagle3.py",
-    "decoding_eagle3.py",
-    "devices_eagle3.py",
-    "draft_model_eagle3.py",
-    "drafter_eagle3.py",
-    "lookup_eagle3.py",
-    "modeling_eagle3.py",
-    "outputs_eagle3.py",
-    "policy_eagle3.py",
-    "target_eagle3.py",
-    "text_eagle3.py",
-    "tree_eagle3.py",
-    "verify_eagle3.py",
+NAMES = (
+    "accept assistant attention auto cache configuration decoding devices draft_model drafter lookup modeling "
+    "outputs policy target text tree verify"
 )
+TRAVELLING = tuple(f"{name}_eagle3.py" for name in NAMES.split())
 SOURCE = Path(hf_eagle3.__file__).parent / "remote_code"
 
 SCRIPT = """
@@ -169,33 +154,11 @@ def test_what_it_logs_is_shown_and_silenced_with_transformers(name):
 
 # What the code that comes with a draft uses beyond torch and transformers, and what transformers requires. None of it
 # reaches out of the process.
-STANDARD_LIBRARY = {
-    "base64",
-    "contextlib",
-    "bisect",
-    "itertools",
-    "collections.abc",
-    "copy",
-    "dataclasses",
-    "difflib",
-    "functools",
-    "hashlib",
-    "huggingface_hub.dataclasses",
-    "huggingface_hub.errors",
-    "importlib",
-    "importlib.util",
-    "inspect",
-    "json",
-    "math",
-    "os",
-    "pathlib",
-    "statistics",
-    "threading",
-    "time",
-    "types",
-    "typing",
-    "weakref",
-}
+STANDARD_LIBRARY = (
+    "base64 contextlib bisect itertools collections.abc copy dataclasses difflib functools hashlib "
+    "huggingface_hub.dataclasses huggingface_hub.errors importlib importlib.util inspect json math os pathlib "
+    "statistics threading time types typing weakref"
+)
 # What runs when it is imported, besides definitions and constants.
 AT_IMPORT = {
     ("configuration_eagle3.py", "Eagle3Config.register_for_auto_class()"),
@@ -212,38 +175,15 @@ REACHING = {
 }
 
 
+SUSPECTS = (
+    "open exec eval compile __import__ import_module system popen Popen run check_output write_text "
+    "write_bytes mkdir unlink rmtree rename urlopen urlretrieve request connect load loads post download "
+    "hf_hub_download snapshot_download cached_file"
+)
+
+
 def test_what_the_travelling_code_touches():
     imported, at_import, reaching = set(), set(), set()
-    suspects = {
-        "open",
-        "exec",
-        "eval",
-        "compile",
-        "__import__",
-        "import_module",
-        "system",
-        "popen",
-        "Popen",
-        "run",
-        "check_output",
-        "write_text",
-        "write_bytes",
-        "mkdir",
-        "unlink",
-        "rmtree",
-        "rename",
-        "urlopen",
-        "urlretrieve",
-        "request",
-        "connect",
-        "load",
-        "loads",
-        "post",
-        "download",
-        "hf_hub_download",
-        "snapshot_download",
-        "cached_file",
-    }
     for name in TRAVELLING:
         tree = ast.parse((SOURCE / name).read_text())
         for node in ast.walk(tree):
@@ -254,7 +194,7 @@ def test_what_the_travelling_code_touches():
             elif isinstance(node, (ast.FunctionDef, ast.Lambda)):
                 calls = [each.func for each in ast.walk(node) if isinstance(each, ast.Call)]
                 names = {getattr(call, "attr", getattr(call, "id", None)) for call in calls}
-                reaching |= {(name, getattr(node, "name", "lambda"), called) for called in names & suspects}
+                reaching |= {(name, getattr(node, "name", "lambda"), called) for called in names & {*SUSPECTS.split()}}
         at_import |= {
             (name, ast.unparse(node))
             for node in tree.body
@@ -262,7 +202,9 @@ def test_what_the_travelling_code_touches():
         }
         kinds = {type(node).__name__ for node in tree.body}
         assert kinds <= {"Import", "ImportFrom", "Assign", "AnnAssign", "ClassDef", "FunctionDef", "Expr"}, kinds
-    assert {module for module in imported if module.split(".")[0] not in ("torch", "transformers")} == STANDARD_LIBRARY
+    assert {module for module in imported if module.split(".")[0] not in ("torch", "transformers")} == {
+        *STANDARD_LIBRARY.split()
+    }
     assert at_import == AT_IMPORT
     assert reaching == REACHING
 

@@ -9,6 +9,7 @@ import torch
 from accelerate.utils import convert_outputs_to_fp32
 from conftest import (
     assert_an_oracle_gives_the_text,
+    assert_gives_its_text,
     assert_same_text,
     generate,
     make_batch,
@@ -47,10 +48,7 @@ def end_token(batch, text):
     return max({token for row in new for token in row}, key=num_lengths)
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["llama", "mistral-window", "phi3", "gpt_oss", "gemma3", "gemma4-shared-kv", "llama4", "deepseek_v3", "glm4_moe"],
-)
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3", "gemma4-shared-kv", "llama4", "deepseek_v3"])
 def test_rows_that_are_finished_leave_the_batch(family, verified_rows):
     target, batch = make_target(family), make_batch([5, 40, 17, 9, 25, 13], seed=3)
     settings = {"eos_token_id": end_token(batch, generate(target, batch, max_new_tokens=40)), "pad_token_id": 0}
@@ -96,7 +94,7 @@ def test_rows_that_leave_leave_the_sample_of_the_others(target, verified_rows, p
         kwargs["eos_token_id"] = end_token(batch, generate(target, batch, seed, **kwargs))
         oracle = oracle_of(target, batch, seed, **kwargs)
         oracle.generation_config.tree_policy = policy
-        assert_same_text(target, oracle, batch, seed, **kwargs)
+        assert_gives_its_text(oracle, target, batch, seed, **kwargs)
     assert {1, 2, 3, 4} <= set(verified_rows)
 
 

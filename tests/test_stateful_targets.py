@@ -18,7 +18,8 @@ from conftest import (
     make_target,
     oracle_of,
 )
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LogitsProcessor, StoppingCriteria
+from fuzz_calls import EditsText, Interrupt, InterruptingCriteria
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.remote_code import verify_eagle3
@@ -26,8 +27,14 @@ from hf_eagle3.remote_code.cache_eagle3 import ReplayCache
 from hf_eagle3.remote_code.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES
 
 
-SETTINGS = {"max_new_tokens": 24, "do_sample": False}
+SETTINGS = {"max_new_tokens": 20, "do_sample": False}
 FAMILIES = [*CONVOLUTIONAL, *INDEXED, *RECURRENT]
+# One for each kind of layers in their caches.
+KINDS = [
+    *CONVOLUTIONAL,
+    *[*INDEXED][:1],
+    *(each for each in ("qwen3_5", "falcon_h1", "lara_mini") if each in RECURRENT),
+]
 
 
 def assert_same_cache(actual, expected):
@@ -42,22 +49,22 @@ def assert_same_cache(actual, expected):
                     torch.testing.assert_close(getattr(layer, name)[i], states, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("family", "length", "settings"),
-    each_once(FAMILIES, [2, 40], [{"repetition_penalty": 1.3}, {"do_sample": True}, {"attention_mask": None}]),
-)
+CALLS = [{}, {"repetition_penalty": 1.3}, {"do_sample": True}, {"attention_mask": None}]
+
+
+@pytest.mark.parametrize(("family", "length", "settings"), each_once(FAMILIES, [2, 40, 17], CALLS))
 def test_texts(family, length, settings):
     target, prompt = make_target(family), make_prompt(length)
+    call = {"max_new_tokens": 24, **settings}
     if "attention_mask" in settings:  # with a hole
-        settings = {"attention_mask": torch.arange(length)[None].clamp(max=1)}
-    for call in ({}, settings):
-        oracle = oracle_of(target, prompt, **call)
-        oracle.padding += "attention_mask" in call
-        lengths = assert_gives_its_text(oracle, target, prompt, **call).accepted_lengths
-        assert max(lengths) >= 3 and min(lengths) < 7 and len(oracle.text.unique()) > 8
+        call["attention_mask"] = torch.arange(length)[None].clamp(max=1)
+    oracle = oracle_of(target, prompt, **call)
+    oracle.padding += "attention_mask" in call
+    lengths = assert_gives_its_text(oracle, target, prompt, **call).accepted_lengths
+    assert max(lengths) >= 3 and min(lengths) < 7 and len(oracle.text.unique()) > 8
 
 
-@pytest.mark.parametrize(("family", "length"), each_once(FAMILIES, [2, 40]))
+@pytest.mark.parametrize(("family", "length"), each_once(KINDS, [2, 40]))
 def test_own_code_is_tried(family, length, monkeypatch):
     """With a chain. It leaves no trace in the states."""
     monkeypatch.setattr(verify_eagle3, "has_own_code", lambda target: True)
@@ -71,17 +78,13 @@ def test_own_code_is_tried(family, length, monkeypatch):
     assert max(oracle.last_generation.accepted_lengths) >= 3
 
 
-@pytest.mark.parametrize(
-    ("family", "policy"), each_once(["qwen3_5", "kimi_linear", "granitemoehybrid"], ["auto", "static"])
-)
+@pytest.mark.parametrize(("family", "policy"), [("qwen3_5", "auto"), ("granitemoehybrid", "static")])
 def test_an_untrained_draft(family, policy):
-    target = make_target(family)
-    draft, num_trees = make_draft(target, [make_prompt(5)], num_tokens=12), 0
+    target, prompt = make_target(family), make_prompt(5)
+    draft = make_draft(target, [prompt], num_tokens=12)
     draft.generation_config.tree_policy = policy
-    for seed in range(2):
-        stats = assert_same_text(target, draft, make_prompt(5, seed), max_new_tokens=36)
-        num_trees += stats.target_forwards - stats.plain_steps
-    assert num_trees > 6
+    stats = assert_same_text(target, draft, prompt, max_new_tokens=36)
+    assert stats.target_forwards - stats.plain_steps > 4
 
 
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5", "granitemoehybrid"])
@@ -89,13 +92,13 @@ def test_what_is_looked_up(family):
     target, prompt = make_target(family), make_prompt(9)
     oracle, num_lookups = oracle_of(target, prompt), 0
     oracle.generation_config.tree_policy = "auto"
-    for seed in range(5):
+    for seed in range(3):
         with lookups_of(oracle.text, seed):
             num_lookups += assert_gives_its_text(oracle, target, prompt).lookup_steps
-    assert num_lookups > 3
+    assert num_lookups > 2
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KINDS)
 def test_caches_can_be_continued_from(family):
     target, prompt = make_target(family), make_prompt(9)
     oracle = oracle_of(target, prompt)
@@ -146,33 +149,18 @@ def test_what_is_returned(family):
     assert_same_cache(actual.past_key_values, expected.past_key_values)
 
 
-class Interrupt(StoppingCriteria):
-    def __init__(self, length):
-        self.length = length
-
-    def __call__(self, input_ids, scores, **kwargs):
-        if input_ids.shape[1] == self.length:
-            raise InterruptedError
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
 @pytest.mark.parametrize("family", [*CONVOLUTIONAL, "qwen3_5"])
 def test_an_interrupted_call_leaves_a_cache_to_go_on_from(family):
     """That of the last whole step."""
     target, prompt = make_target(family), make_prompt(9)
     oracle = oracle_of(target, prompt)
     settings = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True}
-    for length in range(14, 22, 2):
+    for length in (14, 19):
         first = target.generate(prompt, **settings)
         cache = first.past_key_values
-        with pytest.raises(InterruptedError):
-            target.generate(
-                first.sequences,
-                past_key_values=cache,
-                stopping_criteria=[Interrupt(length)],
-                assistant_model=oracle,
-                **SETTINGS,
-            )
+        interrupts = {"stopping_criteria": [InterruptingCriteria(length - 12)]}
+        with pytest.raises(Interrupt):
+            target.generate(first.sequences, past_key_values=cache, assistant_model=oracle, **interrupts, **SETTINGS)
         assert length - 9 <= cache.get_seq_length() < length
         known = oracle.text[:, : cache.get_seq_length() + 1]
         # The text may hold the padding token.
@@ -190,16 +178,21 @@ def test_a_plain_step_that_is_interrupted_leaves_a_window_to_go_on_from():
     draft, cache = make_draft(target, [prompt]), DynamicCache(config=target.config)
     draft.generation_config.tree_policy = "auto"  # its first steps are plain
     settings = {"past_key_values": cache, "assistant_model": draft, **SETTINGS}
-    with pytest.raises(InterruptedError):
-        target.generate(prompt, stopping_criteria=[Interrupt(14)], **settings)
+    with pytest.raises(Interrupt):
+        target.generate(prompt, stopping_criteria=[InterruptingCriteria(1)], **settings)
     text = target.generate(prompt, **SETTINGS)
     known = text[:, : cache.get_seq_length() + 1]
     rest = {**SETTINGS, "max_new_tokens": text.shape[1] - known.shape[1], "attention_mask": torch.ones_like(known)}
     assert target.generate(known, past_key_values=cache, **rest).tolist() == text.tolist()
 
 
-@pytest.mark.parametrize("where", ["in the midst", "at its end"])
-@pytest.mark.parametrize("family", ["llama", "mistral-window", *CONVOLUTIONAL, "qwen3_5", "falcon_h1"])
+@pytest.mark.parametrize(
+    ("family", "where"),
+    [
+        *((family, "at its end") for family in ("llama", "mistral-window", *CONVOLUTIONAL, "qwen3_5", "falcon_h1")),
+        *((family, "in the midst") for family in ("mistral-window", "qwen3_5", "falcon_h1")),
+    ],
+)
 def test_a_forward_that_fails(family, where):
     """What it raised comes through, and the cache holds what the text has."""
     target, prompt = make_target(family), make_prompt(20)
@@ -211,7 +204,7 @@ def test_a_forward_that_fails(family, where):
         if calls_left[0] == 0:
             raise InterruptedError
 
-    for num_forwards in (2, 3, 4):
+    for num_forwards in (2, 4):
         cache, calls_left[0] = DynamicCache(config=target.config), num_forwards
         handle = (target if where == "at its end" else target.model.layers[3]).register_forward_hook(fail)
         with pytest.raises(InterruptedError):
@@ -237,8 +230,16 @@ def test_limited_time_steps_are_refused(family):
         target.generate(make_prompt(5), assistant_model=Eagle3ForSpeculation.from_target(target).eval(), **SETTINGS)
 
 
-@pytest.mark.parametrize("settings", [{}, {"do_sample": True}, {"eos_token_id": 7, "pad_token_id": 0}])
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_5", "qwen3_next", "granitemoehybrid"])
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("lfm2", {"do_sample": True}),
+        ("lfm2", {"eos_token_id": 7, "pad_token_id": 0}),
+        ("qwen3_5", {"eos_token_id": 7, "pad_token_id": 0}),
+        ("qwen3_next", {"do_sample": True}),
+        ("granitemoehybrid", {}),
+    ],
+)
 def test_batches(family, settings):
     oracle = assert_an_oracle_gives_the_text(make_target(family), make_batch([5, 9]), **settings)
     assert max(oracle.last_generation.accepted_lengths) >= 2
@@ -313,18 +314,10 @@ def test_prompts_that_are_longer_than_their_positions(tokenizer):
             assert not CAN_SELECT_HIDDEN_STATES and "as after `token_healing`" in str(error)
 
 
-class EditTheNewest(LogitsProcessor):
-    """After the target has read it."""
-
-    def __call__(self, input_ids, scores):
-        input_ids[:, -1] = (input_ids[:, -1] + 1) % scores.shape[1]
-        return scores
-
-
 @pytest.mark.parametrize("family", ["qwen3_5", "granitemoehybrid"])
 def test_what_is_read_again_is_what_was_read(family):
     target, batch = make_target(family), make_batch([9, 5])
-    settings = {**SETTINGS, "logits_processor": [EditTheNewest()], "pad_token_id": 0}
+    settings = {**SETTINGS, "logits_processor": [EditsText(1)], "pad_token_id": 0}
     expected = target.generate(batch["input_ids"].clone(), attention_mask=batch["attention_mask"], **settings)
     draft = Eagle3ForSpeculation.from_target(target).eval()
     draft.generation_config.tree_policy = "static"

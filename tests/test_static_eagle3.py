@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import itertools
 from unittest import mock
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from conftest import (
     FAMILIES,
     VOCAB_SIZE,
+    assert_an_oracle_gives_the_text,
     assert_same_text,
     each_once,
     generate,
@@ -61,12 +61,8 @@ def test_every_family_says_what_it_says_without_a_draft(family, settings):
     target = make_target(family)
     if family == "llama4" and not CAN_SELECT_HIDDEN_STATES:
         pytest.skip("transformers before 5.23 makes no masks for static caches of Llama 4, with or without a draft")
-    draft = make_draft(target, PROMPTS)
-    accepted = []
-    for prompt in PROMPTS:
-        stats = assert_same_text(target, draft, prompt, seed=1, ours=STATIC, max_new_tokens=16, **settings)
-        accepted += stats.accepted_lengths
-    assert sum(accepted) > len(accepted)
+    oracle = assert_an_oracle_gives_the_text(target, PROMPTS[1], 1, ours=STATIC, **settings)
+    assert oracle.last_generation.acceptance_length > 1.5
 
 
 @pytest.mark.parametrize(
@@ -77,16 +73,6 @@ def test_batches(family, do_sample):
     draft = make_draft(target, [batch["input_ids"][1:2]])
     stats = assert_same_text(target, draft, batch, seed=3, ours=STATIC, max_new_tokens=30, do_sample=do_sample)
     assert max(stats.accepted_lengths) > 1
-
-
-def test_draws_the_trees_of_a_dynamic_cache(target, oracle):
-    """Else the text would be right, and the draft of no use."""
-    lengths = []
-    for cache in ({}, STATIC):
-        oracle.generator.manual_seed(0)
-        generate(target, PROMPTS[0], assistant_model=oracle, max_new_tokens=64, **cache)
-        lengths.append(oracle.last_generation.acceptance_length)
-    assert lengths[0] > 3 and abs(lengths[0] - lengths[1]) < 0.5
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
@@ -116,32 +102,6 @@ def test_long_prompts_after_plain_steps(target):
         assert_same_text(target, draft, inputs, ours=STATIC, max_new_tokens=80)
 
 
-class DraftsAtFirstAndLate(StaticPolicy):
-    """Drafts in the first steps and, after many plain ones, again."""
-
-    num_steps = 0
-
-    def plan(self, behind, lookup=None):
-        self.num_steps += 1
-        return Plan() if 14 < self.num_steps < 52 else self.max_plan
-
-
-def test_rows_that_are_far_apart(monkeypatch):
-    """A row that ran ahead, and ended, has nothing left to read when another one, after many plain steps, has much."""
-    monkeypatch.setattr("hf_eagle3.remote_code.decoding_eagle3.StaticPolicy", DraftsAtFirstAndLate)
-    target, batch = make_target("llama"), make_batch([4, 4])
-    settings = {"max_new_tokens": 70, "do_sample": False, "pad_token_id": 0}
-    ahead, behind = target.generate(**batch, **settings).tolist()
-    eos = next(token for i, token in enumerate(ahead[54:66], 54) if token not in ahead[4:i] + behind[4:])
-    settings["eos_token_id"] = eos
-    expected = target.generate(**batch, **settings)
-    known = expected.clone()
-    known[1] = known[1].roll(7)
-    oracle = make_oracle(target, known)
-    oracle.generation_config.update(tree_depth=6, branching_factor=1, num_assistant_tokens=6)
-    assert max(assert_same_text(target, oracle, batch, ours=STATIC, **settings).accepted_lengths) > 4
-
-
 class DraftsLate(StaticPolicy):
     """Drafts after many plain steps, and perhaps in the first."""
 
@@ -154,10 +114,27 @@ class DraftsLate(StaticPolicy):
         return Plan() if self.first < self.num_steps <= self.first + self.num_plain else self.max_plan
 
 
+def test_rows_that_are_far_apart(monkeypatch):
+    """A row that ran ahead, and ended, has nothing left to read when another one, after many plain steps, has much."""
+    policy = functools.partial(DraftsLate, first=14, num_plain=37)
+    monkeypatch.setattr("hf_eagle3.remote_code.decoding_eagle3.StaticPolicy", policy)
+    target, batch = make_target("llama"), make_batch([4, 4])
+    settings = {"max_new_tokens": 70, "pad_token_id": 0}
+    ahead, behind = generate(target, batch, **settings).tolist()
+    settings["eos_token_id"] = next(
+        token for i, token in enumerate(ahead[54:66], 54) if token not in ahead[4:i] + behind[4:]
+    )
+    known = generate(target, batch, **settings)
+    known[1] = known[1].roll(7)
+    oracle = make_oracle(target, known)
+    oracle.generation_config.update(tree_depth=6, branching_factor=1, num_assistant_tokens=6)
+    assert max(assert_same_text(target, oracle, batch, ours=STATIC, **settings).accepted_lengths) > 4
+
+
 @pytest.mark.parametrize(
     ("cache", "first", "lengths"),
-    [({}, 0, [9]), ({}, 3, [2, 9, 5]), (STATIC, 0, [2, 9, 5]), (STATIC, 3, [9])],
-    ids=["dynamic", "dynamic-batch", "static-batch", "static"],
+    [({}, 0, [9]), ({}, 3, [2, 9, 5]), (STATIC, 0, [2, 9, 5])],
+    ids=["dynamic", "dynamic-batch", "static-batch"],
 )
 def test_what_a_long_plain_text_leaves_to_read_is_bounded(monkeypatch, target, cache, first, lengths):
     num_unread, observe = [], Drafter.observe
@@ -261,7 +238,7 @@ def test_nothing_is_compiled_twice(policy):
         )
         return graph
 
-    target = make_target("llama", num_hidden_layers=2)
+    target = make_target("llama", num_hidden_layers=1)
     draft = make_draft(target, PROMPTS)
     draft.generation_config.update(tree_depth=3, branching_factor=2, num_assistant_tokens=5, tree_policy=policy)
     torch._dynamo.reset()
@@ -286,7 +263,7 @@ def test_nothing_is_compiled_twice(policy):
 
 def test_the_state_after_the_last_layer_is_compiled():
     """It is kept by hooks, which are in the graph."""
-    target, layer_ids = make_target("llama", num_hidden_layers=2), [0, 1, 2]
+    target, layer_ids = make_target("llama", num_hidden_layers=1), [0, 1]
     draft = Eagle3ForSpeculation.from_target(target, eagle_aux_hidden_state_layer_ids=layer_ids).eval()
     draft.generation_config.update(tree_depth=1, branching_factor=2, num_assistant_tokens=2, tree_policy="static")
     counters.clear()
@@ -371,16 +348,6 @@ def test_a_step_waits_for_the_device_once(waiting_host, target, cache, policy, s
     assert policy == "auto" or max(draft.last_generation.accepted_lengths) > 1
 
 
-@pytest.mark.parametrize(("eos", "do_sample"), [(None, False), ([7, 11, 23, 42], True)])
-def test_walks_at_once_in_batches(waiting_host, target, eos, do_sample):
-    batch = make_batch([5, 40, 17, 23])
-    draft = make_draft(target, PROMPTS)
-    settings = {"max_new_tokens": 50, "do_sample": do_sample, "eos_token_id": eos, "pad_token_id": 0}
-    for seed in range(4 if do_sample else 1):
-        stats = assert_same_text(target, draft, batch, seed, **settings)
-    assert max(stats.accepted_lengths) > 1
-
-
 def test_walks_at_once_meet_broken_probabilities(waiting_host, target, draft):
     broken = copy.deepcopy(target)
     broken.lm_head.weight.data[3] = torch.inf
@@ -418,19 +385,15 @@ def graphs(monkeypatch, waiting_host):
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows"),
+    ("kind", "sampling", "rows"),
     each_once(
-        list(
-            itertools.product(
-                [("llama", {}), ("gemma3", {}), ("qwen3_5", {}), ("llama", STATIC), ("gemma3", STATIC)],
-                [{}, {"do_sample": True, "temperature": 0.8, "top_k": 20}],
-            )
-        ),
+        [("llama", {}), ("gemma3", {}), ("qwen3_5", {}), ("llama", STATIC), ("gemma3", STATIC)],
+        [{}, {"do_sample": True, "temperature": 0.8, "top_k": 20}],
         [([40], "static"), ([40, 3, 17], "static"), ([40, 3, 17], "auto")],
     ),
 )
-def test_a_draft_that_is_captured(graphs, kind, rows):
-    ((family, cache), sampling), (lengths, policy) = kind, rows
+def test_a_draft_that_is_captured(graphs, kind, sampling, rows):
+    (family, cache), (lengths, policy) = kind, rows
     target, batch = make_target(family), make_batch(lengths)
     draft = make_draft(target, [make_prompt(9)], num_tokens=8)
     draft.generation_config.tree_policy = policy
@@ -448,7 +411,6 @@ def test_the_next_call_takes_the_graph_of_the_last_one(graphs, target):
         make_draft(target, PROMPTS),
         [make_prompt(9), make_prompt(11, seed=1), make_prompt(9).repeat(2, 1)],
     )
-    draft.generation_config.tree_policy = "static"
     numbers = []
     for prompt in (*prompts, prompts[1], prompts[2]):
         assert_same_text(target, draft, prompt)
@@ -472,7 +434,6 @@ def test_the_next_call_takes_the_graph_of_the_last_one(graphs, target):
 @pytest.mark.parametrize("what", ["autocast", "large", "quantized"])
 def test_graphs_that_are_not_kept(graphs, target, monkeypatch, what):
     draft, prompt = make_draft(target, PROMPTS), make_prompt(9)
-    draft.generation_config.tree_policy = "static"
     if what == "autocast":  # it frees the weights that it has cast
         monkeypatch.setattr(torch, "is_autocast_enabled", lambda device="cpu": device == "cuda")
     elif what == "large":
@@ -488,7 +449,6 @@ def test_graphs_that_are_not_kept(graphs, target, monkeypatch, what):
 def test_the_smallest_of_many_graphs_is_dropped(graphs, target, monkeypatch):
     monkeypatch.setattr("hf_eagle3.remote_code.drafter_eagle3.MOST_KEPT", 2)
     draft, numbers = make_draft(target, PROMPTS), []
-    draft.generation_config.tree_policy = "static"
     for num_rows in (2, 3, 1, 4, 3, 4):
         generate(target, make_prompt(9).repeat(num_rows, 1), assistant_model=draft)
         numbers.append(len(graphs))
@@ -502,7 +462,6 @@ def test_static_trees_of_eagle_are_not_captured(graphs, target):
 
 def test_calls_at_the_same_time_do_not_share_a_graph(graphs, target):
     draft, prompt = make_draft(target, PROMPTS), make_prompt(9)
-    draft.generation_config.tree_policy = "static"
     assert_same_text(target, draft, prompt)
     propose, texts, proposed = Drafter.propose, [], []
 

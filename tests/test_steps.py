@@ -36,7 +36,7 @@ def test_steps_of_one_row(settings, policy):
     stats = assert_same_text(target, draft, prompt, **settings)
     check_steps(stats, draft.text.tolist(), 9)
     assert len(stats.steps) == stats.target_forwards and stats.steps[0].source == "target"
-    assert stats.origins()[0] == ("target", 0) and len(stats.origins()) == stats.new_tokens == 24
+    assert stats.origins()[0] == ("target", 0) and len(stats.origins()) == stats.new_tokens == 18
     if policy == "static":
         assert ("draft", 2) in stats.origins()
         assert sum(source == "draft" for source, _ in stats.origins()) == sum(len(s.accepted[0]) for s in stats.steps)

@@ -82,6 +82,11 @@ def test_grow_tree_keeps_the_nodes_that_a_naive_search_keeps(depth, width, budge
     assert int(tree.tokens[0, 0]) == 99
 
 
+def probability(draft, path):
+    log_probs = [draft.scores(path[:i]).float().log_softmax(-1)[token] for i, token in enumerate(path)]
+    return torch.stack(log_probs).sum().exp().item()
+
+
 def priced(level, node, budget=40, **kwargs):
     return Prices(level, [node * size for size in range(budget + 1)], rows=[True], **kwargs)
 
@@ -99,12 +104,8 @@ def test_only_nodes_that_are_worth_their_price_are_verified(node):
     draft = TableDraft(seed=5)
     paths = set(paths_of(grow(draft, 4, 4, 40, prices=priced(0.0, node)))[1:])
 
-    def probability(path):
-        log_probs = [draft.scores(path[:i]).float().log_softmax(-1)[token] for i, token in enumerate(path)]
-        return torch.stack(log_probs).sum().exp().item()
-
     everything = naive_tree(draft, 4, 4, 10**6)
-    assert paths == {path for path in everything if probability(path) > node}
+    assert paths == {path for path in everything if probability(draft, path) > node}
 
 
 def test_levels_have_their_price_and_a_trial_verifies():
@@ -120,11 +121,7 @@ def test_threshold_drops_improbable_nodes_and_no_others(threshold):
     tree = grow(draft, 4, 4, 64, threshold=threshold)
     kept, everything = set(paths_of(tree)[1:]), naive_tree(draft, 4, 4, 10**6)
 
-    def probability(path):
-        log_probs = [draft.scores(path[:i]).float().log_softmax(-1)[token] for i, token in enumerate(path)]
-        return torch.stack(log_probs).sum().exp().item()
-
-    assert kept == {path for path in everything if probability(path) >= threshold}
+    assert kept == {path for path in everything if probability(draft, path) >= threshold}
 
 
 @pytest.mark.parametrize("draft", [TableDraft(dtype=torch.bfloat16, scale=0.0), TableDraft(peaked=True)])

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from conftest import (
     BLOCK_DRAFTS,
-    FAMILIES,
     VOCAB_SIZE,
     assert_same_text,
     features_of,
@@ -169,13 +168,15 @@ SETTINGS = {
     "returned": {"return_dict_in_generate": True, "output_scores": True},
 }
 CALLS = [("static", [12, 5, 17]), ("auto", [9])]
+# Proposers: heads, a static tree, a dynamic one in one pass, and a block without and with a Markov head.
+PROPOSERS = ["hydra", "eagle", "p-eagle", "dflash", "dspark"]
 
 
 @pytest.mark.parametrize(
     ("method", "kind", "policy", "lengths"),
     [
         (method, kind, *CALLS[(i + j) % 2])  # each meets each method and each kind
-        for (i, method), (j, kind) in itertools.product(enumerate(ALL_METHODS), enumerate(SETTINGS))
+        for (i, method), (j, kind) in itertools.product(enumerate(PROPOSERS), enumerate(SETTINGS))
     ],
 )
 def test_the_text_is_that_of_plain_generate(method, kind, policy, lengths):
@@ -203,8 +204,7 @@ def test_small_vocabularies_and_half_precision(method):
 @pytest.mark.parametrize(
     ("family", "method"),
     [
-        *itertools.product(["gemma3", "qwen3_5"], ["hydra", "eagle-2", "p-eagle", "dflash"]),
-        *zip(["cohere2", "llama4", "gpt_oss", "lfm2"], ["hydra", "eagle-2", "p-eagle", "dflash"]),
+        *zip(["gemma3", "qwen3_5"] * 2, ["hydra", "eagle-2", "p-eagle", "dflash"]),
         *zip(["cohere2", "llama4", "gpt_oss", "lfm2"], ["p-eagle", "dflash", "hydra", "eagle-2"]),
     ],
 )
@@ -213,7 +213,7 @@ def test_other_families(family, method):
     assert_same_text(target, make_baseline(method, target), make_batch([9, 20]))
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma4-shared-kv", "cohere2", "llama4", "opt", "qwen3_5"])
 @torch.no_grad()
 def test_the_state_that_is_read_is_what_the_head_reads(family):
     target, tokens = make_target(family), make_prompt(8)
@@ -303,7 +303,7 @@ def test_training_saving_and_loading(tmp_path, tokenizer, method):
         assert not list((tmp_path / "draft").rglob("*.py"))
 
 
-@pytest.mark.parametrize("method", ["medusa", "hass", "dflash"])
+@pytest.mark.parametrize("method", ["hass", "dflash"])
 def test_stored_features_train_the_same_draft(tmp_path, tokenizer, method):
     store = make_method_trainer(tmp_path / "a", tokenizer, method).extract_features(tmp_path / "features")
     online, offline = (
@@ -488,7 +488,7 @@ if os.environ["RANK"] == "0":
 def train_two(folder, tokenizer, batch_size):
     """Their losses, a list for each."""
     losses = []
-    for method in ("hydra", "eagle", "dspark"):
+    for method in ("eagle", "dspark"):
         trainer = make_method_trainer(folder, tokenizer, method, per_device_train_batch_size=batch_size, max_steps=2)
         # What is drawn at random is not the same in each process.
         trainer.draft.NOISE, trainer.draft.BLOCK_SHARE = 0.0, 1.0
@@ -506,7 +506,7 @@ def test_two_processes_give_the_losses_of_one(tmp_path, tokenizer):
     expected = train_two(tmp_path / "one", tokenizer, 4)
     for ours, theirs in zip(json.loads((tmp_path / "losses.json").read_text()), expected, strict=True):
         assert ours == pytest.approx(theirs, rel=2e-3)
-    for method in ("hydra", "eagle", "dspark"):
+    for method in ("eagle", "dspark"):
         ours, theirs = (AutoModel.from_pretrained(folder / method) for folder in (tmp_path, tmp_path / "one"))
         assert (
             ours.config.static_tree == theirs.config.static_tree

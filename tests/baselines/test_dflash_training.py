@@ -185,10 +185,10 @@ def test_the_mask_of_flex_attention_is_of_the_text_alone(monkeypatch):
     assert cache.block_mask.shape[-2] >= 800 and cache.block_mask.shape[-1] == padded_length(128)
 
 
-@pytest.mark.parametrize("method", list(BLOCK_DRAFTS))
+@pytest.mark.parametrize("method", ["jetspec", "dspark"])
 def test_a_trained_draft_is_accepted(method):
     """A draft that learns a few texts by heart."""
-    target, prompts = make_target("llama"), make_prompt(9, batch_size=16)
+    target, prompts = make_target("llama"), make_prompt(9, batch_size=8)
     settings = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
     texts = target.generate(prompts, **settings)
     draft = make_baseline(method, target).train()

@@ -14,7 +14,16 @@ from block_checkpoints import (
     states_of,
     write_checkpoint,
 )
-from conftest import assert_same_text, features_of, generate, make_baseline, make_batch, make_prompt, make_target
+from conftest import (
+    assert_same_text,
+    each_once,
+    features_of,
+    generate,
+    make_baseline,
+    make_batch,
+    make_prompt,
+    make_target,
+)
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, BitsAndBytesConfig
@@ -83,8 +92,7 @@ def own_head(target, num_tokens=40):
     return {**tensors, "embed_tokens.weight": target.get_input_embeddings().weight.detach().clone()}
 
 
-@pytest.mark.parametrize("has_own", [False, True])
-@pytest.mark.parametrize("kind", list(CONFIGS))
+@pytest.mark.parametrize(("kind", "has_own"), each_once(CONFIGS, [False, True]))
 @torch.no_grad()
 def test_published_layouts(tmp_path, kind, has_own):
     """The chain is the paper's, by a slow and naive reference, also after saving, and the text is the target's."""
@@ -122,7 +130,7 @@ def test_published_layouts(tmp_path, kind, has_own):
         plan = Plan("draft", BLOCK, BLOCK, 1)
         tree = grow_markov_tree(tokens[:, -1:], of_block, each.markov_head, each.draft_token_ids, plan)
         assert tree.tokens[0].tolist() == [root, *chain]
-        assert_same_text(target, each, make_batch([12, 5, 17]))
+    assert_same_text(target, each, make_batch([12, 5, 17]))
 
 
 @pytest.mark.parametrize("from_anchor", [False, True])
@@ -286,12 +294,14 @@ def test_tokens_added_to_the_target_later():
         ({**ZLAB_CONFIG, "sample_from_anchor": True}, BLOCK),
         ({**DEEPSPEC_CONFIG, "markov_rank": 0, "dspark_bonus_anchor": True}, BLOCK - 1),
         ({**DEEPSPEC_CONFIG, "markov_rank": 0, "dspark_bonus_anchor": False}, BLOCK),
+        ({**DEEPSPEC_CONFIG, "markov_rank": 0, "markov_head_type": None, "enable_confidence_head": False}, BLOCK),
     ],
 )
 def test_where_a_block_begins_to_draft(tmp_path, config, num_drafted):
-    """DFlash behind the known token, unless its configuration says otherwise."""
-    draft = AutoModel.from_pretrained(write_checkpoint(tmp_path, config))
+    """DFlash behind the known token, unless its configuration says otherwise, as DeepSpec's."""
+    draft = AutoModel.from_pretrained(write_checkpoint(tmp_path, config)).eval()
     assert draft.markov_head is None and draft.config.num_drafted == num_drafted
+    assert_same_text(make_target("llama"), draft, make_batch([9, 5]), max_new_tokens=8)
 
 
 @pytest.mark.parametrize("changes", [{"mask_token_id": 4}, {"target_layer_ids": [0, 1]}, {"is_causal": True}])
@@ -301,16 +311,6 @@ def test_a_saved_configuration_that_was_changed(tmp_path, changes):
     (tmp_path / "config.json").write_text(json.dumps({**saved, **changes}))
     with pytest.raises(ValueError, match="This config.json is not what was saved"):
         AutoModel.from_pretrained(tmp_path)
-
-
-def test_dflash_of_deepspec(tmp_path):
-    """Without a Markov head, and from the anchor."""
-    config = {**DEEPSPEC_CONFIG, "markov_rank": 0, "enable_confidence_head": False}
-    del config["markov_head_type"], config["confidence_head_with_markov"]
-    target = make_target("llama")
-    draft = AutoModel.from_pretrained(write_checkpoint(tmp_path / "draft", config)).eval()
-    assert draft.markov_head is None and draft.config.num_drafted == BLOCK
-    assert_same_text(target, draft, make_batch([9, 5]))
 
 
 @pytest.mark.parametrize(

@@ -42,14 +42,16 @@ def test_a_rehearsal(gpu_report, runs_here, tmp_path, monkeypatch):
         return compile_nothing if function is None else function
 
     monkeypatch.setattr(torch, "compile", compile_nothing)
-    monkeypatch.setattr("gpu_correctness.NEW_TOKENS", 12)
+    monkeypatch.setattr("gpu_correctness.NEW_TOKENS", 8)
     monkeypatch.setattr("gpu_trained.ANSWER", 12)
     arguments = ["--device", "cpu", "--tiny", "--output_dir", str(tmp_path), "--minutes", "30", "--draft_seconds", "1"]
-    assert gpu_report.main(arguments) == 0
+    # Without those that differ from others by a target, or by a number of nodes.
+    some = r"^(?!gemma3|qwen3_5.* batch 4|eager, batch 1, (8|60)|eager, batch 2, 8|.*eager profile|.* with keys|.*every step)"
+    assert gpu_report.main([*arguments, "--sections", some]) == 0
     states = json.loads((tmp_path / "states.json").read_text())["states"]
-    assert {name: state["state"] for name, state in states.items()} == dict.fromkeys(PARTS, "complete")
+    assert {name: state["state"] for name, state in states.items()} == dict.fromkeys(PARTS, gpu_report.SOME)
     correctness = json.loads((tmp_path / "gpu_correctness.json").read_text())
-    assert len(correctness) > 12 and all(check["is_right"] for check in correctness.values())
+    assert len(correctness) > 8 and all(check["is_right"] for check in correctness.values())
     accepted = [check["acceptance_length"] for name, check in correctness.items() if "acceptance_length" in check]
     assert sum(length > 1 for length in accepted) > len(accepted) / 2  # or nothing would be tested
     steps = json.loads((tmp_path / "gpu_steps.json").read_text())
