@@ -896,7 +896,7 @@ def test_threads(target, cache):
     for thread in threads:
         thread.join()
     assert not failures
-    assert all(map(torch.equal, together, alone)) and draft.last_generation.new_tokens == 24
+    assert all(map(torch.equal, together, alone)) and draft.last_generation.new_tokens == 18
 
 
 def test_statistics_of_another_thread(target, draft):
@@ -906,7 +906,7 @@ def test_statistics_of_another_thread(target, draft):
     thread = threading.Thread(target=lambda: target.generate(make_prompt(5), assistant_model=draft, **SETTINGS))
     thread.start()
     thread.join()
-    assert draft.last_generation.new_tokens == 24
+    assert draft.last_generation.new_tokens == 18
 
 
 # Prompts ----------------------------------------------------------------------------------------------------------

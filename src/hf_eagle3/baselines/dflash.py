@@ -170,8 +170,12 @@ class DFlashDecoderLayer(nn.Module):
         self.post_attention_layernorm = Eagle3RMSNorm(size, eps=eps)
         self.mlp = Qwen3MLP(layer_config)
 
-    def forward(self, hidden_states: torch.Tensor, **attention_kwargs: Any) -> torch.Tensor:
-        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), **attention_kwargs)
+    def forward(
+        self, hidden_states: torch.Tensor, context: tuple[torch.Tensor, Any] | None, cache: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        if context is not None:  # here, because FSDP gathers a layer's weights for its forward
+            self.self_attn.read_context(*context, cache)
+        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), cache=cache, **kwargs)
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
@@ -353,9 +357,10 @@ class DFlashForSpeculation(BaselineDraft):
         positions = batch.position_ids.gather(1, rows)[..., None] + 1 + torch.arange(block_size, device=device)
         layer_types = self.config.transformer_layer_config.layer_types
         cache = BlockCache(batch.documents, rows, block_size, self.config.is_causal_in(layer_types[0]))
-        self.read_context(self.combine_hidden_states(batch.aux_hidden_states), batch.position_ids, cache)
+        context = self.combine_hidden_states(batch.aux_hidden_states)
+        all_positions = torch.cat([batch.position_ids, positions.flatten(1)], dim=1)
         masks = dict.fromkeys(layer_types)  # the cache masks
-        states = self.run_layers(self.embed(blocks.flatten(1)), positions.flatten(1), masks, cache)
+        states = self.run_layers(self.embed(blocks.flatten(1)), context, all_positions, masks, cache)
         states = states.unflatten(1, (-1, block_size))  # (B, K, block_size, H)
         if not self.training:  # evaluation divides by the number of drawn rows
             weights = torch.ones_like(weights)
@@ -447,20 +452,26 @@ class DFlashForSpeculation(BaselineDraft):
         if not isinstance(masks, dict):
             visible = keys.new_ones(batch_size, len(keys)) if masks is None else masks
             masks = self.masks(visible.bool(), (keys[-num_queries:, None] - keys)[None], inputs_embeds.dtype)
-        if hidden_states is not None:
-            self.read_context(hidden_states, position_ids[:, :-num_queries], cache)
         rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        states = self.run_layers(inputs_embeds, position_ids[:, -num_queries:], masks, cache)[:, rows]
+        states = self.run_layers(inputs_embeds, hidden_states, position_ids, masks, cache)[:, rows]
         return Eagle3Output(logits=self.logits_of(states), last_hidden_state=states, cache=cache)
 
     def run_layers(
-        self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor, masks: dict[str, Any], cache: Any
+        self,
+        inputs_embeds: torch.Tensor,
+        hidden_states: torch.Tensor | None,
+        position_ids: torch.Tensor,
+        masks: dict[str, Any],
+        cache: Any,
     ) -> torch.Tensor:
-        """Returns the states of a block that the head reads, `(B, S, H)`, given its positions, and masks by layer type."""
-        states = inputs_embeds * self.config.input_embedding_scale
-        rotary = self.rotary_emb(states, position_ids)
+        """Returns the states of a block that the head reads, `(B, S, H)`. See [`forward`]; `masks` are by layer type."""
+        states, context = inputs_embeds * self.config.input_embedding_scale, None
+        if hidden_states is not None:
+            context = hidden_states, self.rotary_emb(hidden_states, position_ids[:, : hidden_states.shape[1]])
+        rotary = self.rotary_emb(states, position_ids[:, -states.shape[1] :])
         for layer, layer_type in zip(self.layers, self.config.transformer_layer_config.layer_types, strict=True):
-            states = layer(states, cache=cache, position_embeddings=rotary, attention_mask=masks[layer_type])
+            mask = masks[layer_type]
+            states = layer(states, context=context, cache=cache, position_embeddings=rotary, attention_mask=mask)
         return self.norm(states)
 
     def logits_of(self, states: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
