@@ -46,6 +46,7 @@ from hf_eagle3.environment import (
     place_of_draft,
     positive_integer,
     run_script,
+    usable_device,
     what_differs,
 )
 from hf_eagle3.evaluation import (
@@ -125,7 +126,7 @@ def parse_arguments():
     )
     add_quantization(parser)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=device, help="By default a GPU, if there is one")
+    parser.add_argument("--device", type=usable_device, default=device, help="By default a GPU, if there is one")
     for name, default in DEFAULT_TREE_SETTINGS.items():
         choices = ("auto", "static") if name == "tree_policy" else None
         parser.add_argument(f"--{name}", type=type(default), choices=choices, help="Overrides the draft's own setting")

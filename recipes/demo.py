@@ -33,6 +33,7 @@ from hf_eagle3.environment import (
     place_of_draft,
     public_name,
     run_script,
+    usable_device,
 )
 from hf_eagle3.evaluation.drafts import load_draft
 from hf_eagle3.remote_code.configuration_eagle3 import tree_settings
@@ -385,7 +386,7 @@ def main():
     parser.add_argument(
         "--dtype", choices=DTYPES, default="auto", help="Dtype of target and draft; float32 for identical texts"
     )
-    parser.add_argument("--device", help="By default a GPU, if there is one")
+    parser.add_argument("--device", type=usable_device, help="By default a GPU, if there is one")
     args = parser.parse_args()
     import_gradio()  # Fails before models are loaded.
     comparison = Comparison.from_pretrained(args.target, args.draft, args.dtype, args.device, **place_of_draft(args))

@@ -228,13 +228,12 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
             if wanted == features:
                 return loaded
             for file in lines:
-                if file.endswith(".jsonl"):  # others may be arrays
-                    check_no_line_is_empty(file)
+                check_no_line_is_empty(file)
             return load(wanted)
         except DatasetGenerationError:
             if (features := features_of_lines()) is None:
                 raise
-            return load(features)
+            return load(with_json(features))
     except DatasetGenerationError as error:
         if not Path(name).exists():  # it is on the Hub
             raise

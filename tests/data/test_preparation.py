@@ -335,7 +335,11 @@ def test_a_few_broken_rows_do_not_stop_a_stream(tokenizer, tmp_path, caplog):
 def test_streams_that_have_json_in_place_of_texts(tmp_path):
     """`datasets` does not know the types of an array before it has read it. If only some texts are like JSON, they are texts."""
     path, parts = tmp_path / "a.json", [{"type": "text", "text": "a"}]
-    for content, told in ((parts, "has JSON in place of texts, such as '\"a\"'. .* without `streaming`"), ("a", None)):
+    for content, told in (
+        (parts, "has JSON in place of texts, such as '\"a\"'. .* without `streaming`"),
+        ("a", None),
+        ("[INST] a [/INST]", None),
+    ):
         rows = [
             [{"role": "user", "content": each}, {"role": "assistant", "content": '"b"'}] for each in ("a", content)
         ]

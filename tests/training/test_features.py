@@ -13,7 +13,7 @@ from filelock import FileLock
 from messages import assistant, user
 from peft import LoraConfig, get_peft_model
 from trainers import losses
-from transformers import DataCollatorForSeq2Seq
+from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, RemBertConfig
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer
 from hf_eagle3.training import FeatureStore, features, target_states
@@ -65,6 +65,22 @@ def test_distributions_are_the_targets_whatever_the_pieces(family):
         for ours, expected in zip(known, (draft_logits, mass, tokens)):
             torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
         assert set(shapes[-5:]) == {len(draft_token_ids)} and shapes[0] == logits.shape[-1]
+
+
+def test_a_head_behind_another_layer():
+    config = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
+    config |= {"input_embedding_size": 16, "output_embedding_size": 48, "is_decoder": True}
+    target = AutoModelForCausalLM.from_config(RemBertConfig(**config)).eval()
+    states, ids = TargetStates(target, [0, 1]), torch.arange(0, 96, 2)
+    _, last = states({"input_ids": make_prompt(12)})
+    logits, _, _ = states.distributions(last, ids, states.summary(last))
+    torch.testing.assert_close(logits, states.logits(last)[..., ids], atol=1e-5, rtol=1e-5)
 
 
 def test_a_head_whose_tokens_are_not_alike():
@@ -149,6 +165,10 @@ def test_training_from_features_gives_the_losses_of_training_from_the_target(tmp
     offline = make_trainer(tmp_path / "offline", tokenizer, target, FeatureStore(tmp_path / "features"), **arguments)
     assert losses(offline) == pytest.approx(expected, rel=1e-4)
     assert not calls
+    rows = list(offline.train_dataset)
+    batch = offline.data_collator([min(rows, key=lambda row: len(row["input_ids"])), rows[0]])
+    if "attention_mask" in batch:  # padding has no probability
+        assert torch.equal(batch["log_sums"] == torch.inf, batch["attention_mask"] == 0)
     ours, theirs = (trainer.state.log_history[-2] for trainer in (offline, online))
     assert ours["acceptance_rate_3"] == pytest.approx(theirs["acceptance_rate_3"], rel=1e-3)
     if arguments.keys() & {"padding_free"}:

@@ -1,5 +1,6 @@
 """Checks of training data, before or while it is prepared."""
 
+import json
 import logging
 from itertools import islice
 from typing import Any
@@ -79,12 +80,20 @@ def kind_of_data(dataset: Dataset | IterableDataset, text_field: str, name: str)
         raise ValueError(f"The {name} data {error}") from None
     if isinstance(dataset, IterableDataset) and dataset.features is None:
         texts = [text for row in islice(dataset, NUM_LOOKED_AT) for text in _texts_in(row.get(kind))]
-        if texts and all(text[:1] + text[-1:] in ('""', "[]") for text in texts):
+        if texts and all(map(_is_json, texts)):
             raise ValueError(
                 f"The {name} data has JSON in place of texts, such as {texts[0]!r:.80}. A stream of an array in a .json file does so if "
                 "texts and lists are mixed. Load the data without `streaming`, or store one object a line (.jsonl)."
             )
     return kind
+
+
+def _is_json(text: str) -> bool:
+    """Whether a text is a text or a list in JSON."""
+    try:
+        return isinstance(json.loads(text), str | list)
+    except ValueError:
+        return False
 
 
 def _texts_in(value: Any) -> list[str]:

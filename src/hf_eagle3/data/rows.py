@@ -440,12 +440,18 @@ def check_utf8(path: str | Path) -> None:
 
 
 def check_no_line_is_empty(path: str | Path) -> None:
-    """Raises `ValueError` if a line of a file is empty. `datasets` cannot read columns of type `Json` beside one."""
+    """
+    Raises `ValueError` if a line of a file is empty, unless the file is an array. `datasets` cannot read columns of type `Json` beside an
+    empty line.
+    """
     with Path(path).open("rb") as file:
+        if next(filter(bytes.strip, file), b"").lstrip().startswith(b"["):
+            return
+        file.seek(0)
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 raise ValueError(
-                    f"{path}, line {number} is empty, and `datasets` would not read nulls, dates and numbers as they are. Remove the line."
+                    f"{path}, line {number} is empty, and `datasets` would not read nulls and dates as they are. Remove the line."
                 )
 
 

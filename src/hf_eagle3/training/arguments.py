@@ -78,7 +78,7 @@ class Eagle3TrainingArguments(SFTConfig):
         sampled_vocab_size (`int`, *optional*):
             Computes the loss on a sample of the draft vocabulary (sampled softmax,
             https://huggingface.co/papers/1412.2007): all tokens to which the target gives a probability of 1% or more anywhere
-            in the batch, and this many others, drawn at random. A large draft vocabulary takes most of a drafting step's time and memory.
+            in the batch, and this many others or up to a quarter more, drawn at random. A large draft vocabulary takes most of a drafting step's time and memory.
             Does not work with FSDP or DeepSpeed. By default the loss is on all tokens.
         num_eval_prompts (`int`, *optional*, defaults to `16`):
             The number of evaluation rows whose beginnings `evaluate` continues, to measure the acceptance length. 0

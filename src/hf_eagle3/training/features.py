@@ -104,7 +104,7 @@ class FeatureStore:
         self.index = read_json(self.folder / "index.json")
         if (version := self.index.get("version")) != FORMAT_VERSION:
             raise ValueError(
-                f"{folder} has version {version} of the format, not {FORMAT_VERSION}. Extract the features again."
+                f"{folder} has version {version} of the format, not {FORMAT_VERSION}. Extract the features again, into another folder."
             )
         missing = missing_shards(self.folder, self.index)
         if missing:
@@ -186,7 +186,9 @@ class FeatureCollator:
             values = [row[name] for row in rows]
             if len(batch["input_ids"]) != len(examples):  # without padding all examples are in one row
                 values = [torch.cat(values)]
-            batch[name] = values[0].new_zeros(*batch["input_ids"].shape, *values[0].shape[1:])
+            shape = *batch["input_ids"].shape, *values[0].shape[1:]
+            # Padding has no probability in the draft vocabulary.
+            batch[name] = values[0].new_full(shape, torch.inf if name == "log_sums" else 0)
             for padded, each in zip(batch[name], values):
                 padded[: len(each)] = each
         return batch
@@ -280,7 +282,7 @@ def write_shard(
             states = states[0].split(batch_lengths + [states.shape[1] - sum(batch_lengths)])
         of_batch = [stored(each[:length], dtype) for each, length in zip(states, batch_lengths)]
         for row in of_batch:  # of what training will read, which may be rounded
-            last = as_read(row)["states"][None, :, -1].to(last)
+            last = as_read(row)["states"][None, :, -1].to(last.device, target_states.target.dtype)
             best, log_sums = target_states.summary(last)
             row |= {"best_tokens": best[0].cpu(), "log_sums": log_sums[0].cpu()}
         if folder is not None:

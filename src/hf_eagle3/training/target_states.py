@@ -184,7 +184,7 @@ class TargetStates:
         256 on a CPU, and 1,024 elsewhere, where each piece costs kernel launches.
         """
         pieces, shape = [], last_hidden_state.shape[:2]
-        selects = summary is not None and self._may_select(len(draft_token_ids))
+        selects = summary is not None and self._may_select(len(draft_token_ids), last_hidden_state)
         with self._selected_head(draft_token_ids) if selects else nullcontext():
             for logits, *known in self._in_pieces(rows_at_a_time, last_hidden_state, *(summary or ())):
                 if len(draft_token_ids) == logits.shape[-1] and not selects:  # the whole vocabulary
@@ -196,8 +196,8 @@ class TargetStates:
                 pieces.append((draft_logits, (log_sum_exp(draft_logits) - log_sums).exp(), best))
         return tuple(torch.cat(each).unflatten(0, shape) for each in zip(*pieces))
 
-    def _may_select(self, num_tokens: int) -> bool:
-        """Whether the target's head can compute the logits of `num_tokens` alone."""
+    def _may_select(self, num_tokens: int, last_hidden_state: torch.Tensor) -> bool:
+        """Whether the target's head can compute the logits of `num_tokens` alone. Tried with the first of the last states."""
         head = self.target.get_output_embeddings()
         if (
             type(head) is not torch.nn.Linear
@@ -208,7 +208,7 @@ class TargetStates:
         if head.weight.is_meta:  # offloaded
             return False
         if self.treats_tokens_alike is None:  # some targets change the logits of certain tokens after the head
-            states = torch.ones(1, 1, head.in_features, dtype=head.weight.dtype, device=head.weight.device)
+            states = last_hidden_state[:1, :1]
             forward, expected = head.forward, self.logits(states)
             with replaced_forward(head, lambda states: forward(states).flip(-1)):
                 self.treats_tokens_alike = torch.equal(self.logits(states).flip(-1), expected)
