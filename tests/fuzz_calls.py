@@ -61,7 +61,7 @@ REFUSALS = "|".join(
         "does not offload a static cache",
         "`assistant_ensemble_weight` changes the text",
         "the attentions of a tree",
-        "`output_hidden_states` selects layers",
+        "takes a list as `output_hidden_states`",
         "`dola_layers`",
         # transformers' own, of whatever assistant
         "assisted generat",

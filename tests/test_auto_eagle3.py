@@ -86,6 +86,9 @@ def test_what_is_missing_is_named_when_a_draft_is_loaded(case, draft, tmp_path, 
     monkeypatch.delattr(owner, name)
     with pytest.raises(ImportError) as error:
         Eagle3ForSpeculation.from_pretrained(tmp_path)
+    monkeypatch.delattr(transformers, owner.__name__)  # transformers 4 has no `PreTrainedConfig`
+    with pytest.raises(ImportError, match="has no "):
+        check_needs()
     message = str(error.value)
     assert f"transformers {transformers.__version__} has no {owner.__name__}.{name}. " in message
     assert f"transformers {TESTED[0]} to {TESTED[1]}. Install such a transformers, or a newer hf-eagle3" in message

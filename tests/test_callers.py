@@ -878,7 +878,7 @@ def test_threads(target, cache):
     draft = make_draft(target, prompts)
     alone = []
     for prompt in prompts:
-        alone.append(target.generate(prompt, assistant_model=draft, **cache, **SETTINGS))
+        alone.append((target.generate(prompt, assistant_model=draft, **cache, **SETTINGS), draft.last_generation))
     together, failures = [None] * len(prompts), []
     barrier = threading.Barrier(len(prompts))
 
@@ -886,7 +886,8 @@ def test_threads(target, cache):
         try:
             barrier.wait()
             for _ in range(2):
-                together[n] = target.generate(prompts[n], assistant_model=draft, **cache, **SETTINGS)
+                text = target.generate(prompts[n], assistant_model=draft, **cache, **SETTINGS)
+                together[n] = (text, draft.last_generation)
         except Exception as error:
             failures.append(error)
 
@@ -896,17 +897,26 @@ def test_threads(target, cache):
     for thread in threads:
         thread.join()
     assert not failures
-    assert all(map(torch.equal, together, alone)) and draft.last_generation.new_tokens == 18
+    for (text, stats), (expected, expected_stats) in zip(together, alone):
+        assert text.equal(expected) and stats == expected_stats
 
 
 def test_statistics_of_another_thread(target, draft):
     """As when text is streamed: one thread generates, another one asks."""
-    target.generate(make_prompt(5), assistant_model=draft, num_beams=2, max_new_tokens=2)  # which does not use it
-    assert draft.last_generation is None
-    thread = threading.Thread(target=lambda: target.generate(make_prompt(5), assistant_model=draft, **SETTINGS))
+    fresh = copy.deepcopy(draft)
+    target.generate(make_prompt(5), assistant_model=fresh, num_beams=2, max_new_tokens=2)  # which does not use it
+    assert fresh.last_generation is None
+    thread = threading.Thread(target=lambda: target.generate(make_prompt(5), assistant_model=fresh, **SETTINGS))
     thread.start()
     thread.join()
-    assert draft.last_generation.new_tokens == 18
+    assert fresh.last_generation.new_tokens == 18
+
+
+def test_a_call_that_is_refused_leaves_no_statistics(target, draft):
+    target.generate(make_prompt(5), assistant_model=draft, **SETTINGS)
+    with pytest.raises(ValueError, match="use_cache"):
+        target.generate(make_prompt(5), assistant_model=draft, use_cache=False, **SETTINGS)
+    assert draft.last_generation is None
 
 
 # Prompts ----------------------------------------------------------------------------------------------------------

@@ -111,8 +111,12 @@ def test_default_layers(family, changes, expected):
 
 
 def test_what_a_configuration_has_no_place_for(tmp_path):
-    """It could not be read again."""
+    """Settings of the tree would be ignored, and anything else could not be read again."""
     draft = Eagle3ForSpeculation.from_target(make_target("llama"))
+    with pytest.raises(AttributeError, match="Set `draft.generation_config.tree_depth`"):
+        draft.config.tree_depth = 3
+    with pytest.raises(AttributeError, match="Set `draft.generation_config.tree_depth`"):
+        Eagle3Config(tree_depth=3)
     draft.config.surprise = True
     with pytest.raises(ValueError, match="could not be loaded again.*'surprise'"):
         draft.save_pretrained(tmp_path / "draft")

@@ -1,6 +1,7 @@
 """Other proposers than an EAGLE-3 draft: the text stays that of plain `generate`."""
 
 import re
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -212,3 +213,24 @@ def test_a_hook_of_older_code_is_extended(monkeypatch):
     assert GenerationMixin._validate_generation_mode is installed is not validate_mode
     target, prompt = make_target("qwen3_5"), make_prompt(9)
     assert_same_text(target, make_draft(target, [prompt]), prompt)
+
+
+def test_the_last_call_is_that_of_the_thread_itself(target, draft):
+    """Threads that end leave their ident to others."""
+    seen = []
+
+    def call(num_tokens):
+        if num_tokens:
+            target.generate(make_prompt(5), max_new_tokens=num_tokens, do_sample=False, assistant_model=draft)
+        seen.append(draft.last_generation.new_tokens)
+
+    def in_thread(num_tokens):
+        thread = threading.Thread(target=call, args=(num_tokens,))
+        thread.start()
+        thread.join()
+
+    in_thread(7)
+    call(9)
+    in_thread(0)  # made no call: the last of any thread
+    call(0)
+    assert seen == [7, 9, 9, 9]

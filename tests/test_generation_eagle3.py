@@ -42,6 +42,7 @@ from hf_eagle3.remote_code.auto_eagle3 import logger
 from hf_eagle3.remote_code.configuration_eagle3 import tree_settings
 from hf_eagle3.remote_code.outputs_eagle3 import (
     CACHE,
+    CAN_SELECT_HIDDEN_STATES,
     aux_hidden_states,
     keep_state_after_last_layer,
     select_hidden_states,
@@ -322,10 +323,20 @@ def test_returned_dict_is_that_of_plain_generate(family, prompt_length):
         torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("layers", [2, [1, -1]])
-def test_selected_hidden_states_are_refused(layers, target, draft):
-    with pytest.raises(ValueError, match="`output_hidden_states` selects layers"):
-        generate(target, make_prompt(8), output_hidden_states=layers, assistant_model=draft)
+def test_selected_hidden_states(target):
+    prompt = make_prompt(8)
+    if not CAN_SELECT_HIDDEN_STATES:
+        with pytest.raises(ValueError, match="from transformers 5.23 on"):
+            assistant = Eagle3ForSpeculation.from_target(target)
+            generate(target, prompt, output_hidden_states=[1], assistant_model=assistant)
+        return
+    wanted = {"return_dict_in_generate": True, "output_hidden_states": True}
+    everything = generate(target, prompt, **wanted)
+    oracle = make_oracle(target, everything.sequences)
+    actual = generate(target, prompt, **wanted | {"output_hidden_states": [1, -1, 7, -7]}, assistant_model=oracle)
+    for ours, theirs in zip(actual.hidden_states, everything.hidden_states):
+        assert [state is None for state in ours] == [True, False, True, True, False]
+        torch.testing.assert_close(ours[1], theirs[1], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

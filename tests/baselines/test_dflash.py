@@ -610,7 +610,7 @@ def test_what_is_saved_is_the_layout_that_was_read(tmp_path, kind):
 def test_files_of_an_earlier_draft_do_not_stay(tmp_path):
     """Neither a file beside shards, nor an index beside a file, nor code of older versions."""
     (tmp_path / "slots_eagle3.py").write_text("# SPDX-License-Identifier: Apache-2.0\n")
-    (tmp_path / "my_eagle3.py").write_text("# mine\n")
+    (tmp_path / "my_eagle3.py").write_text("# SPDX-License-Identifier: Apache-2.0\n")
     target = make_target("llama")
     draft = make_baseline("dflash", target)
     for size in ("50GB", "20KB", "50GB"):

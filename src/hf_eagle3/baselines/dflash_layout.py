@@ -368,5 +368,6 @@ def flat_form(fields: dict[str, Any]) -> dict[str, Any]:
 def digest_of(content: dict[str, Any]) -> str:
     """SHA-256 of the fields that change what a draft computes, in a `config.json` in z-lab's layout."""
     names = (*LAYER_KEYS, *OUR_KEYS, *DSPARK_KEYS, *BLOCK_KEYS, *CAUSAL_KEYS, "dflash_config", "target_layer_ids")
+    names = (*names, "quantization_config")
     facts = {name: content[name] for name in sorted(names) if name in content and name != "weights_digest"}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

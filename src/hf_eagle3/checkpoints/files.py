@@ -27,6 +27,12 @@ from ..tensor_names import WEIGHT_FILES, check_is_reachable, find, weights_file,
 if TYPE_CHECKING:
     from ..remote_code.draft_model_eagle3 import DraftModel
 
+# Code files of earlier versions, as `slots_eagle3.py`.
+EARLIER_CODE = (
+    *("checks", "cuda", "draft", "embedding", "estimates", "generation", "layers"),
+    *("loading", "noise", "proposer", "ragged", "slots", "static"),
+)
+
 
 def read_tensors(source: str | Path, variant: str | None = None, **hub_kwargs: Any) -> dict[str, torch.Tensor]:
     """
@@ -165,9 +171,8 @@ def remove_stale_files(folder: str | Path, variant: str | None = None) -> None:
     beside shards, or the index of shards that are gone. transformers leaves both, and readers would take the single file, and vLLM
     the index.
     """
-    ours = Path(__file__).parents[1] / "remote_code"
-    for path in Path(folder).glob("*_eagle3.py"):
-        if not (ours / path.name).exists() and path.read_bytes().startswith(b"# SPDX-License-Identifier: "):
+    for path in (Path(folder, f"{name}_eagle3.py") for name in EARLIER_CODE):
+        if path.is_file() and path.read_bytes().startswith(b"# SPDX-License-Identifier: "):
             path.unlink()
     single, index = (Path(folder, with_variant(name, variant)) for name in WEIGHT_FILES[:2])
     if single.exists() and index.exists():

@@ -5,6 +5,8 @@ import copy
 import functools
 import inspect
 import math
+import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,16 +25,12 @@ from .tree_eagle3 import GenerationCall, Proposer
 
 
 class AssistantMixin:
-    """
-    An `assistant_model` of `generate`: its [`proposer`] proposes next tokens, and the target decides. `last_generation` has
-    the [`Eagle3GenerationStats`] of the last call with it, whatever thread made it; `None` if that call did not use it.
-    """
+    """An `assistant_model` of `generate`: its [`proposer`] proposes next tokens, and the target decides."""
 
     # Has settings of the tree (`tree_depth`, `num_assistant_tokens`, ...), which a call may override.
     generation_config: GenerationConfig | None = None
     # Whether its proposers run once a step, so that a deep tree costs as much as a shallow one.
     drafts_in_one_pass = False
-    last_generation: Eagle3GenerationStats | None = None
 
     def proposer(self, call: GenerationCall) -> Proposer:
         """Makes the proposer for one `call` of `generate`."""
@@ -89,8 +87,30 @@ class AssistantMixin:
             input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
         )
         decoding = TreeDecoding(self, target, arguments)
-        self.last_generation = decoding.stats
+        _IN_THREAD.stats[self] = _IN_ANY_THREAD[self] = decoding.stats
         return decoding.decode()
+
+    @property
+    def last_generation(self) -> Eagle3GenerationStats | None:
+        """Statistics of the last `generate` with this assistant in this thread, else in any. `None` if that call did not use it."""
+        return _IN_THREAD.stats.get(self, _IN_ANY_THREAD.get(self))
+
+    def forget_generation(self) -> None:
+        """Forgets the statistics of the last call in this thread, and in any."""
+        for stats in (_IN_THREAD.stats, _IN_ANY_THREAD):
+            stats.pop(self, None)
+
+
+class ThreadStats(threading.local):
+    """Statistics of this thread's last call with each assistant."""
+
+    def __init__(self) -> None:
+        self.stats: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+# Not on the assistant, because it may be copied and pickled.
+_IN_THREAD = ThreadStats()
+_IN_ANY_THREAD: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 # Settings that transformers' `GenerationConfig` does not have.
@@ -206,13 +226,12 @@ def generate_with_assistant(generate: Callable, target: Any, /, *args: Any, **kw
             arguments = unset | config.update(**{name: arguments[name] for name in arguments if name not in unset})
         vars(config).update(settings)
         args, kwargs = (), {**arguments, "generation_config": config}
+    # Older code of a saved draft cannot forget. A class is refused later.
+    if hasattr(assistant, "forget_generation") and not isinstance(assistant, type):
+        assistant.forget_generation()
     before = assistant.last_generation
-    try:
-        output = generate(target, *args, **kwargs)
-    finally:
-        if is_unused := assistant.last_generation is before:
-            assistant.last_generation = None
-    if is_unused:
+    output = generate(target, *args, **kwargs)
+    if assistant.last_generation is before:
         logger.warning(
             f"`{generate.__name__}` did not use its `assistant_model`, {type(assistant).__name__}. Continuous batching, beam "
             "search, `penalty_alpha`, another `custom_generate`, and an `_assisted_decoding` that is not transformers' own do not "

@@ -80,9 +80,8 @@ def installed_module(name: str, what: str) -> ModuleType:
 def check_needs() -> None:
     """Raises `ImportError` if transformers lacks a name that this code needs."""
     owners_and_names = (each.split(".") for each in NEEDS)
-    missing = [
-        f"{owner}.{name}" for owner, name in owners_and_names if not hasattr(getattr(transformers, owner), name)
-    ]
+    found = {(owner, name): hasattr(getattr(transformers, owner, None), name) for owner, name in owners_and_names}
+    missing = [f"{owner}.{name}" for (owner, name), is_there in found.items() if not is_there]
     if missing:
         raise ImportError(f"transformers {transformers.__version__} has no {', '.join(missing)}. {advice()}")
 

@@ -164,6 +164,13 @@ class Eagle3Config(PreTrainedConfig):
         # vLLM takes the width of `fc` from here, and assumes 3 states without it.
         layer_config.num_aux_hidden_states = self.num_aux_hidden_states
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in DEFAULT_TREE_SETTINGS:
+            raise AttributeError(
+                f"The configuration of a draft has no `{name}`. Set `draft.generation_config.{name}`."
+            )
+        super().__setattr__(name, value)
+
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> Any:
         """[`~transformers.PreTrainedConfig.get_config_dict`]. If hf-eagle3 is installed, it checks the file, and reads other formats."""

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from .assistant_eagle3 import AssistantMixin
+from .assistant_eagle3 import CALL_SETTINGS, AssistantMixin
 from .auto_eagle3 import IS_INSTALLED, check_needs, installed_module, logger
 from .configuration_eagle3 import DEFAULT_TREE_SETTINGS, Eagle3Config, default_aux_layer_ids, tree_settings
 from .outputs_eagle3 import keep_state_after_last_layer
@@ -72,6 +72,11 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             **DEFAULT_TREE_SETTINGS,
         )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in DEFAULT_TREE_SETTINGS:
+            raise AttributeError(f"The draft itself has no `{name}`. Set `draft.generation_config.{name}`.")
+        super().__setattr__(name, value)
+
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path | None, *args: Any, **kwargs: Any) -> Any:
         """
@@ -94,6 +99,10 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             raise TypeError(
                 f"`from_pretrained` takes the folder or Hub id of a draft, not {type(pretrained_model_name_or_path).__name__}. "
                 "`from_target` makes a draft for a target."
+            )
+        if settings := [name for name in (*DEFAULT_TREE_SETTINGS, *CALL_SETTINGS) if name in kwargs]:
+            raise TypeError(
+                f"`from_pretrained` takes no `{settings[0]}`. Pass it to `generate`, or set `draft.generation_config.{settings[0]}`."
             )
         path, source = pretrained_model_name_or_path, str(pretrained_model_name_or_path)
         wants_loading_info = kwargs.pop("output_loading_info", False)

@@ -105,12 +105,26 @@ class ReturnedOutputs:
     """Collects the outputs that `return_dict_in_generate` asks for, one entry per token as in `_sample`."""
 
     def __init__(self, config: GenerationConfig, batch_size: int):
-        self.wants_dict, self.wants_hidden_states = config.return_dict_in_generate, bool(config.output_hidden_states)
+        self.wants_dict, self.wants_hidden_states = config.return_dict_in_generate, config.output_hidden_states
         optional = ("scores", "logits", "hidden_states") if self.wants_dict else ()
         names = [name for name in optional if getattr(config, f"output_{name}")]
         # A list of entries for each row.
         self.collected: dict[str, list[list]] = {name: [[] for _ in range(batch_size)] for name in names}
         self.scores_of_batch: list[torch.Tensor] = []  # the scores of all rows together
+
+        if type(self.wants_hidden_states) is int:
+            self.wants_hidden_states = [self.wants_hidden_states]
+        if isinstance(self.wants_hidden_states, list) and not CAN_SELECT_HIDDEN_STATES:
+            raise ValueError(
+                f"`output_hidden_states` is {self.wants_hidden_states}, but EAGLE-3 decoding takes a list only from "
+                "transformers 5.23 on. Pass True instead."
+            )
+
+    def hidden_states_with(self, layer_ids: Sequence[int]) -> bool | list[int]:
+        """The `output_hidden_states` to pass to the target: the caller's choice and `layer_ids`."""
+        if self.wants_hidden_states is True:
+            return True
+        return select_hidden_states([*(self.wants_hidden_states or []), *layer_ids])
 
     def all_scores(self) -> tuple[torch.Tensor, ...] | None:
         """The scores that stopping criteria and the caller get: `(B, vocab_size)` for each token."""
@@ -128,9 +142,14 @@ class ReturnedOutputs:
         if "hidden_states" in self.collected:
             first, is_plain = outputs.num_replayed, outputs.logits.shape[1] == 1
             nodes = slice(first, None) if is_plain else slice(first + node, first + node + 1)
-            states = (state[row : row + 1, nodes] for state in outputs.target_outputs.hidden_states)
+            states = outputs.target_outputs.hidden_states
+            if self.wants_hidden_states is not True:
+                num = len(states)
+                wanted = {index % num for index in self.wants_hidden_states if -num <= index < num}
+                states = [state if index in wanted else None for index, state in enumerate(states)]
+            states = (None if state is None else state[row : row + 1, nodes] for state in states)
             # A view would keep the states of the whole tree.
-            new["hidden_states"] = tuple(state if is_plain else state.clone() for state in states)
+            new["hidden_states"] = tuple(state if state is None or is_plain else state.clone() for state in states)
         for name, rows in self.collected.items():
             rows[row].append(new[name])
 
@@ -145,8 +164,8 @@ class ReturnedOutputs:
 
 
 def stack(entries: Sequence[Any]) -> Any:
-    """The entries of all rows as one: tensors, or tuples of tensors."""
-    if len(entries) == 1:
+    """The entries of all rows as one: tensors, or tuples of tensors and `None`."""
+    if len(entries) == 1 or entries[0] is None:
         return entries[0]
     if isinstance(entries[0], tuple):
         return tuple(stack(layer) for layer in zip(*entries))

@@ -82,9 +82,6 @@ def check_call(
             "the attentions of a tree (`output_attentions`) are not those of the text": (
                 config.return_dict_in_generate and config.output_attentions
             ),
-            "its `output_hidden_states` selects layers (pass True)": (
-                not isinstance(config.output_hidden_states or False, bool)
-            ),
             # Doge attends to the best tokens of a window, and transformers picks others when it reads several at once.
             f"{name} reads texts beyond its `keep_window_size` of {window} differently token by token": (
                 window is not None and config.max_length > window

@@ -21,15 +21,7 @@ from .cache_eagle3 import (
     with_room,
 )
 from .devices_eagle3 import CUDNN_ATTENTION, on_device
-from .outputs_eagle3 import (
-    CACHE,
-    INPUTS_BY_TOKEN,
-    TOKEN_TYPES,
-    ReturnedOutputs,
-    TreeOutputs,
-    aux_hidden_states,
-    select_hidden_states,
-)
+from .outputs_eagle3 import CACHE, INPUTS_BY_TOKEN, TOKEN_TYPES, ReturnedOutputs, TreeOutputs, aux_hidden_states
 from .target_eagle3 import has_own_code, is_of, position_limits, takes_trees, text_positions
 from .text_eagle3 import SampleArguments, Text, align_right
 from .tree_eagle3 import DraftTree, Plan
@@ -67,7 +59,7 @@ class Verifier:
         self.config = target.config.get_text_config(decoder=True)
         self.layer_ids, self.num_nodes, self.may_replay, self.num_forwards = layer_ids, num_nodes, may_replay, 0
         if layer_ids:  # else the caller's choice is there, if any
-            self.inputs["output_hidden_states"] = returned.wants_hidden_states or select_hidden_states(layer_ids)
+            self.inputs["output_hidden_states"] = returned.hidden_states_with(layer_ids)
         self.unused_cache, given_cache = None, self.inputs.get(CACHE)
         if is_unused_static(given_cache):
             self.unused_cache = given_cache
