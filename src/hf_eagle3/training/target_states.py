@@ -199,13 +199,9 @@ class TargetStates:
     def _may_select(self, num_tokens: int, last_hidden_state: torch.Tensor) -> bool:
         """Whether the target's head can compute the logits of `num_tokens` alone. Tried with the first of the last states."""
         head = self.target.get_output_embeddings()
-        if (
-            type(head) is not torch.nn.Linear
-            or type(head.weight) is not torch.nn.Parameter
-            or num_tokens == head.out_features
-        ):
-            return False  # quantized, sharded, or not needed
-        if head.weight.is_meta:  # offloaded
+        # Neither quantized nor sharded.
+        is_plain = type(head) is torch.nn.Linear and type(head.weight) is torch.nn.Parameter
+        if not is_plain or head.weight.is_meta or num_tokens == head.out_features:  # offloaded, or not needed
             return False
         if self.treats_tokens_alike is None:  # some targets change the logits of certain tokens after the head
             states = last_hidden_state[:1, :1]
