@@ -312,6 +312,7 @@ def test_what_a_training_refuses_needs_no_traceback(files, tmp_path, run_recipe)
     assert "\nValueError: The train data ended before the first step" in f"\n{result.stderr}"
 
 
+# The bytes become the tests' names. Without `mtime=0` they hold the time, and pytest's processes would collect different tests.
 @pytest.mark.parametrize(
     "file, content, error",
     [
@@ -323,12 +324,12 @@ def test_what_a_training_refuses_needs_no_traceback(files, tmp_path, run_recipe)
         ("twice.jsonl", b'{"text": "a", "text": "b"}\n', "twice.jsonl cannot be read: JSON parse error: .* twice"),
         (
             "cut.jsonl.gz",
-            gzip.compress(b'{"text": "ab"}\n{"text": ab}\n'),
+            gzip.compress(b'{"text": "ab"}\n{"text": ab}\n', mtime=0),
             "cut.jsonl.gz cannot be read: JSON parse e",
         ),
         ("latin.jsonl", '{"text": "caf\xe9"}\n'.encode("latin-1"), "latin.jsonl, line 1 is not in UTF-8"),
         ("latin.txt", b"\xe9t\xe9\n", "latin.txt cannot be read: .*utf-8"),
-        ("texts.jsonl.gz", gzip.compress(b'{"text": "what is up"}\n'), None),
+        ("texts.jsonl.gz", gzip.compress(b'{"text": "what is up"}\n', mtime=0), None),
         ("texts.jsonl.xz", lzma.compress(b'{"text": "what is up"}\n'), None),
         ("texts.csv", b'text,id\n"what is up",1\n', None),
     ],
