@@ -288,7 +288,7 @@ def steps_of(row: BenchmarkRow) -> str:
 def print_report(args, results: BenchmarkResults, dtype: torch.dtype) -> None:
     """Prints the table, and what explains its figures."""
     rows, run = results.rows, results.run
-    several = f"medians of {args.repeats} interleaved repeats (range in brackets)"
+    several = f"medians of {args.repeats} interleaved repeats (range in parentheses)"
     print(f"{args.target}, {several if args.repeats > 1 else 'one repeat'}\n\n{format_table(rows)}\n")
     differ = any(row.method in (*OTHER_DRAFTS, *OURS) and row.num_identical < row.num_prompts for row in rows)
     if differ and dtype == torch.float32:

@@ -17,7 +17,7 @@ FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 def test_config_json_is_the_speculators_schema(tmp_path, target):
     Eagle3ForSpeculation.from_target(target, draft_token_ids=range(10)).save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
-    assert "model_type" not in saved  # vLLM does not recognise the checkpoint with one
+    assert "model_type" not in saved  # vLLM does not recognize the checkpoint with one
     assert saved["architectures"] == ["Eagle3DraftModel"]
     assert saved["speculators_model_type"] == "eagle3"
     assert saved["speculators_config"]["algorithm"] == "eagle3"

@@ -530,7 +530,7 @@ def test_wrong_pairings_name_both_sides(tmp_path, target, changes, message):
     assert all(name in str(error.value) for name in (str(tmp_path), "right/target", "wrong/target"))
 
 
-def test_the_right_target_in_another_precision_is_recognised(tmp_path, target):
+def test_the_right_target_in_another_precision_is_recognized(tmp_path, target):
     draft = save_and_rename(Eagle3ForSpeculation.from_target(target), tmp_path)
     draft.validate_target(copy.deepcopy(target).to(torch.bfloat16))
     tuned = copy.deepcopy(target)

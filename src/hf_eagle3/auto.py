@@ -1,4 +1,4 @@
-"""Makes `AutoConfig` and `AutoModel` recognise drafts of other projects, whose `config.json` names another model."""
+"""Makes `AutoConfig` and `AutoModel` recognize drafts of other projects, whose `config.json` names another model."""
 
 import copy
 import functools
@@ -31,11 +31,11 @@ def install_auto_hook() -> None:
     Makes `AutoModel.from_pretrained("RedHatAI/Qwen3-8B-speculator.eagle3")` return an [`Eagle3ForSpeculation`].
 
     Drafts of `speculators` name no `model_type`. Other drafts name the target's, so transformers would load them as such
-    a model with random weights. The hook recognises a draft by the names of its tensors. It reads nothing else of other
+    a model with random weights. The hook recognizes a draft by the names of its tensors. It reads nothing else of other
     checkpoints, and nothing at all of checkpoints that bring code. Installing it twice changes nothing.
     """
     from_pretrained = AutoConfig.from_pretrained.__func__
-    if getattr(from_pretrained, "_recognises_drafts", False):
+    if getattr(from_pretrained, "_recognizes_drafts", False):
         return
 
     @functools.wraps(from_pretrained)
@@ -60,7 +60,7 @@ def install_auto_hook() -> None:
             return found
         return draft_config(pretrained_model_name_or_path, config, **kwargs) or found
 
-    setattr(with_drafts, "_recognises_drafts", True)  # noqa: B010  for type checkers
+    setattr(with_drafts, "_recognizes_drafts", True)  # noqa: B010  for type checkers
     AutoConfig.from_pretrained = classmethod(with_drafts)
 
 

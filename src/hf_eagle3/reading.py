@@ -54,7 +54,7 @@ def read_draft(
         return read_adapter(cls, read, source, args, kwargs, hub_kwargs, of_adapter)
     if content is not None and hub_kwargs.get("force_download"):  # the checks have just downloaded all files
         hub_kwargs, kwargs = ({**each, "force_download": False} for each in (hub_kwargs, kwargs))
-    if content is not None and not cls.config_class.recognises(content, source):
+    if content is not None and not cls.config_class.recognizes(content, source):
         from . import checkpoints  # here, because that module imports this one
 
         if kwargs.get("state_dict") is not None:  # as transformers says

@@ -156,7 +156,7 @@ def a_target_of(num_layers):
 
 
 @pytest.mark.parametrize(
-    "name, auto_class", zip(DRAFTS, itertools.cycle([AutoModel, AutoModelForCausalLM])), ids=list(DRAFTS)
+    "name, auto_class", list(zip(DRAFTS, itertools.cycle([AutoModel, AutoModelForCausalLM]))), ids=list(DRAFTS)
 )
 def test_a_published_draft(tmp_path, name, auto_class):
     """It is what it says, or refused with the reason, whoever loads it; and a random model by nobody."""

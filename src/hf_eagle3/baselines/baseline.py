@@ -48,7 +48,7 @@ class BaselineConfig(Eagle3Config):
             known.add(path)
 
     @classmethod
-    def recognises(cls, content: dict[str, Any], source: str | Path) -> bool:
+    def recognizes(cls, content: dict[str, Any], source: str | Path) -> bool:
         """Returns `True`. Raises `ValueError` if the `config.json` is of another model."""
         if content.get("model_type") != cls.model_type:
             name = content.get("model_type") or content.get("speculators_model_type")

@@ -128,9 +128,9 @@ class DFlashConfig(BaselineConfig):
         return layer_type == "sliding_attention" if self.is_causal is None else self.is_causal
 
     @classmethod
-    def recognises(cls, content: dict[str, Any], source: str | Path) -> bool:
-        """See [`BaselineConfig.recognises`]."""
-        return super().recognises(nested_form(content), source)
+    def recognizes(cls, content: dict[str, Any], source: str | Path) -> bool:
+        """See [`BaselineConfig.recognizes`]."""
+        return super().recognizes(nested_form(content), source)
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -42,7 +42,7 @@ def layout(draft: DraftModel) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """
     config, tensors = sglang.layout(draft, TAKES, "OpenVINO")
     check_layer_ids(draft)
-    # Without `d2t` (a full vocabulary) the converter would fill it from uninitialised memory.
+    # Without `d2t` (a full vocabulary) the converter would fill it from uninitialized memory.
     tensors.setdefault("d2t", torch.zeros(draft.config.draft_vocab_size, dtype=torch.long))
     return config | layer_ids(draft), tensors
 

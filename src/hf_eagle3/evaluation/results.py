@@ -246,7 +246,7 @@ HEADER = ["T", "method", "tokens/s", "speed-up", "acceptance length", "identical
 
 
 def cells(row: BenchmarkRow) -> list[str]:
-    """Returns a row of the table, without task and batch size. It has medians over repeats, with the range in brackets."""
+    """Returns a row of the table, without task and batch size. It has medians over repeats, with the range in parentheses."""
     speedup, tau, identical = "1.00", "-", "-"
     if row.method != "plain":
         speedup = f"{row.median_speedup:.2f}"

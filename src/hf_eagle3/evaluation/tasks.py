@@ -42,7 +42,7 @@ def spec_bench(name: str) -> Task:
     return Task("RedHatAI/speculator_benchmarks", 80, lambda row: [row["prompt"]], load)
 
 
-# The EAGLE papers measure MT-bench, HumanEval, GSM8K, Alpaca and CNN/DailyMail, on at most 80 prompts each.
+# The EAGLE papers measure MT-Bench, HumanEval, GSM8K, Alpaca and CNN/DailyMail, on at most 80 prompts each.
 TASKS = {
     "mt_bench": Task("HuggingFaceH4/mt_bench_prompts", 80, lambda row: row["prompt"], {"split": "train"}),
     "humaneval": Task("openai/openai_humaneval", 164, lambda row: [f"Complete this function.\n\n{row['prompt']}"]),
@@ -110,7 +110,7 @@ def load_prompts(
 ) -> list[Prompt]:
     """
     Returns the tokenized prompts of a task. User turns and a file's `messages` go through the chat template, if the
-    tokenizer has one. A file's `prompt` is taken as it is. A task of several turns (MT-bench) has a prompt for each turn,
+    tokenizer has one. A file's `prompt` is taken as it is. A task of several turns (MT-Bench) has a prompt for each turn,
     with the earlier turns and their answers.
 
     Args:

@@ -112,7 +112,11 @@ def render_card(
         cannot_export=reason_against(sglang.write, draft),
         engines=describe_engines(draft),
         parallel=', "parallel_drafting": true' if draft.config.is_parallel else "",
-        engines_run=", ".join(f"{each.name} {each.version}" for each in ENGINES if each.version is not None),
+        engines_run=", ".join(
+            f"{each.name} {each.version}" if each.version[0].isdigit() else f"{each.name} ({each.version})"
+            for each in ENGINES
+            if each.version is not None
+        ),
         training_arguments=arguments,
         image_folder=image_folder,
         note=note,

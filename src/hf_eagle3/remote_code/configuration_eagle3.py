@@ -181,7 +181,7 @@ class Eagle3Config(PreTrainedConfig):
         return read(pretrained_model_name_or_path, **kwargs)
 
     @classmethod
-    def recognises(cls, config_dict: dict[str, Any], source: str | Path) -> bool:
+    def recognizes(cls, config_dict: dict[str, Any], source: str | Path) -> bool:
         """Whether the content of a `config.json` is in this schema. Block drafts of `speculators` are not."""
         return config_dict.get("speculators_model_type") not in (None, "dflash")
 
@@ -250,7 +250,7 @@ class Eagle3Config(PreTrainedConfig):
         return {**output, "config_digest": config_digest(output)}
 
     def _saved_form(self, output: dict[str, Any]) -> dict[str, Any]:
-        # vLLM does not recognise a speculators checkpoint that has a top-level `model_type`.
+        # vLLM does not recognize a speculators checkpoint that has a top-level `model_type`.
         output.pop("model_type", None)
         output["architectures"] = ["Eagle3DraftModel"]
         output["auto_map"] = dict(AUTO_MAP)

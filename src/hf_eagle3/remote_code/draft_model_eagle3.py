@@ -116,7 +116,7 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
             model, info, content = reader.read_draft(cls, read, path, args, kwargs, hub_kwargs)
         else:  # a copy reads what was saved, as `weights_digest` shows
             content = None if path is None else read_config(source, **hub_kwargs)
-            if content is not None and not cls.config_class.recognises(content, source):
+            if content is not None and not cls.config_class.recognizes(content, source):
                 raise ValueError(
                     f"{source} is not in the speculators format. `pip install hf-eagle3` reads others, too."
                 )
