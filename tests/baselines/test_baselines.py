@@ -31,8 +31,9 @@ from hf_eagle3.remote_code.policy_eagle3 import Calibration
 from hf_eagle3.remote_code.tree_eagle3 import GenerationCall, Plan
 from hf_eagle3.training import ttt
 from hf_eagle3.training.models import draft_to_train
+from hf_eagle3.training.rollouts import DraftLearner
 from hf_eagle3.training.target_states import TargetStates
-from hf_eagle3.training.ttt import ttt_unroll
+from hf_eagle3.training.ttt import draft_loss, ttt_unroll
 
 
 BY_LEVEL = [method for method in BASELINES if method not in BLOCK_DRAFTS]
@@ -252,13 +253,13 @@ def test_losses_are_those_of_the_papers(method):
     draft = make_baseline(method, target)
     batch = features_of(target, draft, make_prompt(11, batch_size=2))
     steps = BASELINES[method].training["ttt_steps"]
-    outputs = draft.training_loss(batch, steps)
+    outputs = draft_loss(draft, batch, steps)
     for step, (states, head, *_) in enumerate(draft.unroll(batch, steps)):
         losses, entropy = naive_losses(method, draft, batch, step, states, head)
         torch.testing.assert_close(outputs.loss_sums[step] + entropy, losses.sum())
     assert outputs.num_rows.tolist() == [2 * (11 - 2 - step) for step in range(steps)]
     draft.train()
-    noisy = draft.training_loss(batch, steps).loss_sums
+    noisy = draft_loss(draft, batch, steps).loss_sums
     assert torch.equal(noisy, outputs.loss_sums) == (method in ("medusa", "hydra"))
 
 
@@ -382,11 +383,16 @@ def test_what_other_methods_have_not():
             use(draft)
 
 
-@pytest.mark.parametrize(("method", "most"), [("medusa", 5), ("eagle", 1), ("hass", 3), ("dflash", 15)])
-def test_too_many_steps_are_refused(tmp_path, tokenizer, method, most):
-    trainer = make_method_trainer(tmp_path, tokenizer, method, ttt_steps=most + 1)
-    with pytest.raises(ValueError, match=f"at most {most} steps deep, not {most + 1}"):
-        trainer.train()
+@pytest.mark.parametrize(("method", "most"), [("medusa", 5), ("eagle", 1), ("hass", 3), ("dflash", 15), ("dspark", 7)])
+def test_too_many_steps_are_refused(tmp_path, tokenizer, monkeypatch, method, most):
+    """Before the data is tokenized, also where training would begin with fewer of them."""
+    monkeypatch.setattr("hf_eagle3.training.trainer.encode", None)
+    message = f"at most {most} steps deep, not {most + 1}. Pass `ttt_steps={most}`"
+    with pytest.raises(ValueError, match=message):
+        make_method_trainer(tmp_path, tokenizer, method, ttt_steps=most + 1, ttt_warmup=0.8)
+    target = make_target("llama")
+    with pytest.raises(ValueError, match=message):
+        DraftLearner(target, BASELINES[method].make_draft(target), 1e-3, most + 1, 0.8)
 
 
 @pytest.mark.parametrize("name, value", [("ttt_row_share", 0.5), ("sampled_vocab_size", 8)])

@@ -1,6 +1,6 @@
 """Base classes of other methods' drafts and their configurations."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,6 +12,7 @@ from ..checkpoints.files import check_repo, verifier_without_path
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.draft_model_eagle3 import DraftModel
 from ..remote_code.tree_eagle3 import DraftTree
+from ..training.ttt import TTTBatch, UnrollStep
 from .static_tree import GUESSED_ACCURACIES, best_static_tree, grow_static_tree
 
 
@@ -66,7 +67,14 @@ class BaselineDraft(DraftModel):
     """
     A draft that reads the state that the target's head reads, and by default proposes a static tree.
 
-    A subclass trains on the steps of its `unroll(batch, steps)`, with its `training_loss(batch, steps)` if it has one.
+    A draft of any class may define how it is trained ([`~ttt.draft_loss`]). Subclasses of this one define `unroll`, EAGLE-3's drafts
+    none of these:
+
+    - `unroll(batch, steps)` yields the drafting steps. By default they are those of [`~ttt.ttt_unroll`].
+    - `row_loss(logits, targets)` returns the loss of each row of the draft's own `unroll`, `(B, R)`, given logits `(B, R,
+      draft_vocab_size)` and [`~ttt.RowTargets`]. By default it is the divergence from the target. Only that can be estimated
+      from a sample of the vocabulary (`sampled_vocab_size`).
+    - `most_steps` is the largest `ttt_steps` that the draft can be trained with. By default any number is allowed.
     """
 
     config_class = BaselineConfig
@@ -91,6 +99,15 @@ class BaselineDraft(DraftModel):
         tree = self.config.static_tree
         return DraftModel.grow_tree if tree is None else partial(grow_static_tree, tree)
 
+    @property
+    def most_steps(self) -> int | None:
+        """The largest `ttt_steps` that the draft can be trained with, or `None` if any number is allowed."""
+        return None
+
+    def unroll(self, batch: TTTBatch, steps: int) -> Iterator[UnrollStep]:
+        """Yields the first `steps` drafting steps of training, each with the states and the head that predict its tokens."""
+        raise NotImplementedError
+
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """
         Pushes the draft with transformers' own card, and without the path of the target's folder on this machine. See
@@ -99,11 +116,3 @@ class BaselineDraft(DraftModel):
         check_repo(repo_id, kwargs.get("revision"), kwargs.get("token"))
         with verifier_without_path(self):
             return PreTrainedModel.push_to_hub(self, repo_id, **kwargs)
-
-
-def check_steps(draft: DraftModel, steps: int, most: int) -> None:
-    """Raises `ValueError` if a draft cannot be trained `steps` steps deep."""
-    if steps > most:
-        raise ValueError(
-            f"A {draft.config.model_type} draft is trained at most {most} steps deep, not {steps}. Pass `ttt_steps={most}`."
-        )

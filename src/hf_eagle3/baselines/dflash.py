@@ -34,7 +34,7 @@ from ..remote_code.text_eagle3 import right_index
 from ..remote_code.tree_eagle3 import DraftTree, GenerationCall, Plan
 from ..tensor_names import HUB_ARGUMENTS, find
 from ..training.ttt import TTTBatch, UnrollStep
-from .baseline import BaselineConfig, BaselineDraft, check_steps
+from .baseline import BaselineConfig, BaselineDraft
 from .block_tree import grow_block_tree, grow_markov_tree
 from .dflash_layout import flat_form, nested_form, spread_layer_ids
 from .dflash_training import BlockCache, draw_rows
@@ -342,13 +342,17 @@ class DFlashForSpeculation(BaselineDraft):
 
     # Training ------------------------------------------------------------------------------------------------------
 
+    @property
+    def most_steps(self) -> int:
+        """How many tokens a block drafts."""
+        return self.config.num_drafted
+
     def unroll(self, batch: TTTBatch, steps: int) -> Iterator[UnrollStep]:
         """
         Yields a step for each drafted token of the blocks, whose states `(B, K, H)` are those of `K` blocks in each text. With a
         Markov head they are `(B, K, H + markov_rank)`: it reads the token before, of the text. All blocks are computed in one pass.
-        Evaluation draws the same blocks each time. Raises `ValueError` if a block drafts fewer tokens than `steps`.
+        Evaluation draws the same blocks each time.
         """
-        check_steps(self, steps, self.config.num_drafted)
         block_size, device = self.config.block_size, batch.input_ids.device
         generator = None if self.training else torch.Generator(device).manual_seed(0)
         rows, weights = draw_rows(batch, steps, self.BLOCK_SHARE, generator)  # (B, K)

@@ -21,8 +21,8 @@ from ..remote_code.modeling_eagle3 import (
     Eagle3RotaryEmbedding,
 )
 from ..training.losses import DraftLoss
-from ..training.ttt import RowTargets, TTTBatch, TTTOutput, UnrollStep, ttt_unroll, unroll_loss
-from .baseline import BaselineConfig, BaselineDraft, check_steps
+from ..training.ttt import RowTargets, TTTBatch, UnrollStep, ttt_unroll
+from .baseline import BaselineConfig, BaselineDraft
 
 
 @strict
@@ -72,7 +72,7 @@ class EagleForSpeculation(BaselineDraft, Eagle3ForSpeculation):
     frozen_modules = ("embed_tokens", "lm_head")
     # The weight of cross-entropy beside regression (section 4.2), and the range of the noise on states in training.
     CLASSIFICATION_WEIGHT, NOISE = 0.1, 0.1
-    TRAINING_STEPS = 1
+    most_steps = 1
 
     def __init__(self, config: EagleConfig):
         DraftModel.__init__(self, config)  # without EAGLE-3's layers
@@ -101,12 +101,9 @@ class EagleForSpeculation(BaselineDraft, Eagle3ForSpeculation):
             expected = F.pad(states[:, ahead:], (0, 0, 0, ahead))
             yield UnrollStep(predicted, head, F.smooth_l1_loss(predicted, expected, reduction="none").mean(dim=-1))
 
-    def training_loss(self, batch: TTTBatch, steps: int) -> TTTOutput:
-        """Returns the loss: regression of states, and a tenth of the cross-entropy with the target (section 4.2)."""
-        check_steps(self, steps, self.TRAINING_STEPS)
-        return unroll_loss(self, batch, self.unroll(batch, steps), self.row_loss)
-
     def row_loss(self, logits: torch.Tensor, targets: RowTargets) -> torch.Tensor:
-        """Returns the classification loss of each row `(B, R)`."""
+        """
+        Returns the loss of each row `(B, R)` beside that of [`unroll`]: a tenth of the cross-entropy with the target (section 4.2).
+        """
         # Cross-entropy differs from this divergence by a constant.
         return self.CLASSIFICATION_WEIGHT * DraftLoss.apply(logits, targets.probs, targets.entropy)

@@ -34,7 +34,7 @@ class HassForSpeculation(EagleForSpeculation):
     """
 
     config_class = HassConfig
-    TRAINING_STEPS = 3
+    most_steps = 3
     TOP_K, TOP_K_WEIGHT = 10, 1.0
 
     @classmethod

@@ -11,8 +11,8 @@ from huggingface_hub.dataclasses import strict
 from torch import nn
 
 from ..remote_code.tree_eagle3 import DraftTree, GenerationCall, Plan, Proposer
-from ..training.ttt import RowTargets, TTTBatch, TTTOutput, UnrollStep, unroll_loss
-from .baseline import BaselineConfig, BaselineDraft, check_steps
+from ..training.ttt import RowTargets, TTTBatch, UnrollStep
+from .baseline import BaselineConfig, BaselineDraft
 
 
 @strict
@@ -98,18 +98,21 @@ class MedusaForSpeculation(BaselineDraft):
 
     # Training -----------------------------------------------------------------------------------------------------
 
+    @property
+    def most_steps(self) -> int:
+        """The number of heads."""
+        return len(self.heads)
+
     def unroll(self, batch: TTTBatch, steps: int) -> Iterator[UnrollStep]:
         """Yields a step for each head."""
         for k in range(min(steps, len(self.heads))):
             yield UnrollStep(batch.aux_hidden_states, self.heads[k])
 
-    def training_loss(self, batch: TTTBatch, steps: int) -> TTTOutput:
-        """Returns the cross-entropy with the text (section 2.2.1; `ttt_step_decay=0.8` gives its weights λ_k)."""
-        check_steps(self, steps, len(self.heads))
-        return unroll_loss(self, batch, self.unroll(batch, steps), self.row_loss)
-
     def row_loss(self, logits: torch.Tensor, targets: RowTargets) -> torch.Tensor:
-        """Returns the loss of each row `(B, R)`."""
+        """
+        Returns the loss of each row `(B, R)`: the cross-entropy with the text (section 2.2.1; `ttt_step_decay=0.8` gives its
+        weights λ_k).
+        """
         labels = torch.full((self.config.vocab_size,), -100, device=logits.device)
         labels[self.draft_token_ids] = torch.arange(self.config.draft_vocab_size, device=logits.device)
         labels = labels[targets.actual]  # tokens outside of the draft's vocabulary are not learned

@@ -190,8 +190,10 @@ def check_trainable(
         )
     check_layers(model)
     check_vocabulary(model, target_model)
+    check_steps(model, args.ttt_steps)
     plain: dict[str, Any] = {"ttt_row_share": 1.0} if hasattr(model, "unroll") else {}
-    if hasattr(model, "training_loss"):
+    # Such a loss is over the whole vocabulary.
+    if hasattr(model, "row_loss"):
         plain["sampled_vocab_size"] = None
     if changed := [name for name, value in plain.items() if getattr(args, name) != value]:
         raise ValueError(
@@ -218,6 +220,16 @@ def check_vocabulary(model: DraftModel | PeftModel, target_model: PreTrainedMode
         raise ValueError(
             f"The draft was made for a target with {model.config.vocab_size} tokens, and this one has {num_tokens}: its "
             "embeddings were resized. Train with the target as it was, or make a draft for this one with `from_target`."
+        )
+
+
+def check_steps(model: DraftModel | PeftModel, steps: int) -> None:
+    """Raises `ValueError` if the draft cannot be trained `steps` steps deep. The unroll may reach them only late (`ttt_warmup`)."""
+    # An EAGLE-3 draft has no such limit.
+    most = getattr(model, "most_steps", None)
+    if most is not None and steps > most:
+        raise ValueError(
+            f"A {model.config.model_type} draft is trained at most {most} steps deep, not {steps}. Pass `ttt_steps={most}`."
         )
 
 

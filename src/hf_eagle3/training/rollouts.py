@@ -11,7 +11,7 @@ from transformers.utils import ModelOutput, logging
 from ..assisting import assist
 from ..remote_code.draft_model_eagle3 import DraftModel
 from ..remote_code.outputs_eagle3 import TOKEN_TYPES, aux_hidden_states, select_hidden_states
-from .models import check_layers, check_vocabulary, without_adapter
+from .models import check_layers, check_steps, check_vocabulary, without_adapter
 from .target_states import TargetStates
 from .ttt import TTTBatch, draft_loss, num_counted
 
@@ -50,8 +50,8 @@ def assist_rollouts(
         ttt_step_decay (`float`, *optional*, defaults to 0.8): The weight of each step's loss relative to the one before.
 
     Raises:
-        ValueError: if the draft is for another model, the trainer does not call `generate`, or several processes would
-            each train a draft of their own.
+        ValueError: if the draft is for another model or cannot be trained on so many `ttt_steps`, the trainer does not call
+            `generate`, or several processes would each train a draft of their own.
     """
     for name in ("use_vllm", "use_transformers_continuous_batching"):
         if getattr(trainer.args, name, False):
@@ -117,6 +117,7 @@ class DraftLearner:
         self.draft, self.ttt_steps, self.ttt_step_decay = draft, ttt_steps, ttt_step_decay
         check_layers(draft)
         check_vocabulary(draft, target)
+        check_steps(draft, ttt_steps)
         draft.borrow_embeddings(target)
         self.layer_ids = draft.resolve_aux_layer_ids(target)
         self.target_states = TargetStates(target, self.layer_ids)

@@ -220,11 +220,11 @@ class SampledVocabulary(NamedTuple):
 
 def draft_loss(draft: DraftModel, batch: TTTBatch, steps: int, **kwargs: Any) -> TTTOutput:
     """
-    Returns the draft's own `training_loss(batch, steps)`, if it has one, and else [`ttt_loss`] with the other arguments, on
-    the steps of its own `unroll(batch, steps)`, if it has one.
+    Returns the loss of a draft that may have its own `unroll` and `row_loss` ([`~baseline.BaselineDraft`]). Without a `row_loss` it
+    is [`ttt_loss`] with the other arguments.
     """
-    if hasattr(draft, "training_loss"):
-        return draft.training_loss(batch, steps)
+    if hasattr(draft, "row_loss"):
+        return unroll_loss(draft, batch, draft.unroll(batch, steps), draft.row_loss)
     unroll = draft.unroll(batch, steps) if hasattr(draft, "unroll") else None
     return ttt_loss(draft, batch, steps, unroll=unroll, **kwargs)
 
