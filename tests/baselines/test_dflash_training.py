@@ -138,12 +138,12 @@ def test_a_sample_of_all_tokens_is_the_vocabulary(monkeypatch):
     batch, _ = make_packed_batch(target, draft)
     whole = draft_loss(draft, batch, 4)
     monkeypatch.setattr(ttt, "LEAST_PROBABILITY", 2.0)  # no token is always taken
-    sampled = draft_loss(draft, batch, 4, num_sampled=VOCAB_SIZE)
+    sampled = draft_loss(draft, batch, 4, sampled_vocab_size=VOCAB_SIZE)
     torch.testing.assert_close(sampled.loss_sums, whole.loss_sums)
     assert torch.equal(sampled.num_correct, whole.num_correct)
     torch.manual_seed(0)
     with torch.no_grad():
-        estimates = [draft_loss(draft, batch, 4, num_sampled=VOCAB_SIZE // 2).loss_sums for _ in range(5)]
+        estimates = [draft_loss(draft, batch, 4, sampled_vocab_size=VOCAB_SIZE // 2).loss_sums for _ in range(5)]
     assert torch.stack(estimates).std(dim=0).min() > 0
 
 

@@ -28,7 +28,7 @@ class Launches(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("settings", "num_waits", "most"),
-    [({}, 0, 1700), ({"row_share": 0.6}, 0, 1900), ({"row_share": 0.6, "num_sampled": 8}, 1, 1900)],
+    [({}, 0, 1700), ({"row_share": 0.6}, 0, 1900), ({"row_share": 0.6, "sampled_vocab_size": 8}, 1, 1900)],
 )
 def test_an_unroll_does_not_wait_for_the_device(settings, num_waits, most):
     target = make_target("llama")

@@ -110,7 +110,7 @@ def test_loss_and_gradients_equal_the_naive_ones(pair):
         assert our.abs().max() > 0, name
 
 
-@pytest.mark.parametrize("settings", [{}, {"row_share": 0.5, "num_sampled": 8}])
+@pytest.mark.parametrize("settings", [{}, {"row_share": 0.5, "sampled_vocab_size": 8}])
 def test_apple_s_gpus_have_all_operators_of_training(target, settings):
     draft = Eagle3ForSpeculation.from_target(target, draft_token_ids=range(0, VOCAB_SIZE, 2))
     draft.borrow_embeddings(target)
@@ -260,9 +260,9 @@ def test_a_sample_of_all_tokens_is_the_vocabulary(monkeypatch, pair, least):
     monkeypatch.setattr(ttt, "LEAST_PROBABILITY", max(least, 1e-30))
     draft, batch = pair[1], batch_of(pair, 17, 2)
     results = []
-    for num_sampled in (None, VOCAB_SIZE):
+    for sampled_vocab_size in (None, VOCAB_SIZE):
         draft.zero_grad()
-        outputs = ttt_loss(draft, batch, STEPS, num_sampled=num_sampled)
+        outputs = ttt_loss(draft, batch, STEPS, sampled_vocab_size=sampled_vocab_size)
         outputs.loss_sums.sum().backward()
         results.append((outputs, [parameter.grad.clone() for parameter in draft.parameters()]))
     (whole, of_whole), (sampled, of_sampled) = results
@@ -275,8 +275,8 @@ def test_gradients_of_a_sampled_vocabulary_point_where_those_of_the_whole_do(mon
     monkeypatch.setattr(ttt, "LEAST_PROBABILITY", 0.1)
     draft, batch = pair[1], batch_of(pair, 17, 2)
 
-    def gradient(num_sampled):
-        loss = ttt_loss(draft, batch, 3, num_sampled=num_sampled).loss_sums.sum()
+    def gradient(sampled_vocab_size):
+        loss = ttt_loss(draft, batch, 3, sampled_vocab_size=sampled_vocab_size).loss_sums.sum()
         return torch.cat([each.flatten() for each in torch.autograd.grad(loss, list(draft.parameters()))])
 
     whole = gradient(None)

@@ -455,7 +455,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         batch, steps, shares = self.target_features(inputs), self.args.ttt_steps, {}
         if model.training:
             steps = self.num_ttt_steps
-            shares = {"row_share": self.args.ttt_row_share, "num_sampled": self.args.sampled_vocab_size}
+            shares = {"row_share": self.args.ttt_row_share, "sampled_vocab_size": self.args.sampled_vocab_size}
         outputs: TTTOutput = model(unroll=partial(draft_loss, batch=batch, steps=steps, **shares))
         loss = outputs.loss(self.args.ttt_step_decay, num_items_in_batch)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:

@@ -188,10 +188,10 @@ class SampledVocabulary(NamedTuple):
     head: Callable  # returns logits (..., S) of these tokens, with the log weights, given states (..., H)
 
     @classmethod
-    def of(cls, batch: TTTBatch, draft: DraftModel, num_sampled: int) -> "SampledVocabulary":
+    def of(cls, batch: TTTBatch, draft: DraftModel, sampled_vocab_size: int) -> "SampledVocabulary":
         """
-        Takes all tokens that reach `LEAST_PROBABILITY` anywhere in the batch, and of the others `num_sampled`, or up to a quarter
-        more, at random.
+        Takes all tokens that reach `LEAST_PROBABILITY` anywhere in the batch, and of the others `sampled_vocab_size`, or up to a
+        quarter more, at random.
         """
         total = log_sum_exp(batch.target_logits)
         parts = pieces(batch.target_logits, total)
@@ -199,13 +199,14 @@ class SampledVocabulary(NamedTuple):
         is_likely = best >= math.log(LEAST_PROBABILITY)
         num_likely = int(is_likely.sum())  # the only sync of an unroll
         num_others = len(best) - num_likely
-        group = max(num_sampled // 4, 1)  # in all, whole groups: a CPU compiles kernels for each new size in bfloat16
-        num_sampled = min(num_sampled + -(num_likely + num_sampled) % group, num_others)
+        # In all, whole groups: a CPU compiles kernels for each new size in bfloat16.
+        group = max(sampled_vocab_size // 4, 1)
+        num_drawn = min(sampled_vocab_size + -(num_likely + sampled_vocab_size) % group, num_others)
         order = torch.rand(len(best), device=best.device) + is_likely
-        tokens = order.topk(num_likely + num_sampled).indices.sort().values
+        tokens = order.topk(num_likely + num_drawn).indices.sort().values
         log_weights = torch.zeros_like(best, dtype=torch.float32)
-        if num_sampled < num_others:
-            log_weights = log_weights.masked_fill(~is_likely, math.log(num_others / num_sampled))
+        if num_drawn < num_others:
+            log_weights = log_weights.masked_fill(~is_likely, math.log(num_others / num_drawn))
         log_weights = log_weights[tokens]
         if not hasattr(draft, "trained_head"):
             weight = draft.lm_head.weight.index_select(0, tokens)
@@ -234,15 +235,15 @@ def ttt_loss(
     batch: TTTBatch,
     steps: int,
     row_share: float = 1.0,
-    num_sampled: int | None = None,
+    sampled_vocab_size: int | None = None,
     max_logits: int | None = None,
     unroll: Iterable[UnrollStep] | None = None,
 ) -> TTTOutput:
     """
     Returns the loss of training-time test. By default the steps are those of [`ttt_unroll`], and the softmax is over all
-    tokens, not over `num_sampled` besides the likely ones ([`SampledVocabulary`]). For `max_logits` see [`unroll_loss`].
+    tokens, not over `sampled_vocab_size` besides the likely ones ([`SampledVocabulary`]). For `max_logits` see [`unroll_loss`].
     """
-    vocabulary = None if num_sampled is None else SampledVocabulary.of(batch, draft, num_sampled)
+    vocabulary = None if sampled_vocab_size is None else SampledVocabulary.of(batch, draft, sampled_vocab_size)
     unroll = ttt_unroll(draft, batch, steps, row_share) if unroll is None else unroll
 
     def row_loss(logits: torch.Tensor, targets: RowTargets) -> torch.Tensor:
