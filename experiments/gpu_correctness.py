@@ -199,11 +199,11 @@ def in_two_streams(target, draft, batch) -> dict:
 
 
 def attention_in_training(device: str, tiny: bool) -> dict:
-    """Compares outputs and gradients of an unroll's compiled flex attention with the block-wise reference in float64."""
+    """Compares outputs and gradients of an unroll's compiled flex attention with the chunked reference in float64."""
     from hf_eagle3.training.attention import (
         attend_by_flex,
-        blockwise_attention,
         causal_block_mask,
+        chunked_attention,
         compiled_flex,
         merged_attention,
         padded_length,
@@ -227,7 +227,7 @@ def attention_in_training(device: str, tiny: bool) -> dict:
         output.backward(upstream.to(dtype))
         return [output, *(each.grad for each in inputs)]
 
-    reference = run(lambda of_text, own: blockwise_attention(*of_text, documents, 0.125, own), torch.float64)
+    reference = run(lambda of_text, own: chunked_attention(*of_text, documents, 0.125, own), torch.float64)
     mask = causal_block_mask(documents, padded_length(length))
     attend = attend_by_flex if tiny else compiled_flex()
     errors = {}

@@ -100,7 +100,7 @@ def test_pieces_and_padding_change_nothing(monkeypatch, method):
     expected = draft_loss(draft, batch, 4).loss_sums
     shorter = TTTBatch(**{field.name: getattr(batch, field.name)[:, :23] for field in fields(TTTBatch)})
     torch.testing.assert_close(draft_loss(draft, shorter, 4).loss_sums, expected)
-    monkeypatch.setattr("hf_eagle3.baselines.dflash_training.BLOCK_SIZE", 3 * BLOCK)
+    monkeypatch.setattr("hf_eagle3.baselines.dflash_training.QUERIES_AT_A_TIME", 3 * BLOCK)
     outputs = draft_loss(draft, batch, 4)
     torch.testing.assert_close(outputs.loss_sums, expected)
     expected.sum().backward()

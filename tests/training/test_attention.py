@@ -9,9 +9,9 @@ from hf_eagle3.training import attention
 from hf_eagle3.training.attention import (
     TTTCache,
     attend_by_flex,
-    blockwise_attention,
     can_compile_flex,
     causal_block_mask,
+    chunked_attention,
     fits_flex,
     merged_attention,
     padded_length,
@@ -46,7 +46,7 @@ def dense_attention(query, key, value, block_mask, scale):
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 7])
-@pytest.mark.parametrize("path", ["one block", "blocks", "merged", "merged, padded", "flex"])
+@pytest.mark.parametrize("path", ["one chunk", "chunks", "merged", "merged, padded", "flex"])
 def test_attention_and_its_gradients_equal_the_naive_ones(monkeypatch, path, num_steps):
     generator = torch.Generator().manual_seed(0)
     device = "cuda" if path == "flex" and torch.cuda.is_available() else "cpu"
@@ -59,13 +59,13 @@ def test_attention_and_its_gradients_equal_the_naive_ones(monkeypatch, path, num
     documents = torch.tensor([[1] * 13, [1] * 4 + [2] * 6 + [-1] * 3], device=device)
     upstream = torch.randn(2, 4, 13, 16, generator=generator).to(device)
     own = tuple(torch.stack(states[1:], dim=3) for states in (keys, values) if num_steps > 1)
-    if "block" not in path:
+    if "chunk" not in path:
         attend = attend_by_flex if path == "flex" else dense_attention
         mask = causal_block_mask(documents, 32 if path == "merged, padded" else None)
         output = merged_attention(query, keys[0], values[0], mask, 0.3, own, attend)
     else:
-        monkeypatch.setattr(attention, "BLOCK_SIZE", 5 if path == "blocks" else 512)
-        output = blockwise_attention(query, keys[0], values[0], documents, 0.3, own)
+        monkeypatch.setattr(attention, "QUERIES_AT_A_TIME", 5 if path == "chunks" else 512)
+        output = chunked_attention(query, keys[0], values[0], documents, 0.3, own)
     expected = naive_attention(query, keys, values, documents, 0.3)
     torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
     if has_gradients:

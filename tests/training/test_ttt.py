@@ -295,7 +295,7 @@ def test_counted_rows():
 
 @pytest.mark.parametrize("overrides", [{}, {"num_hidden_layers": 2, "model_type": "qwen3"}, {"mask_token_id": "pad"}])
 def test_rows_are_the_same_where_others_are_left_out(monkeypatch, target, overrides):
-    monkeypatch.setattr(attention, "BLOCK_SIZE", 4)
+    monkeypatch.setattr(attention, "QUERIES_AT_A_TIME", 4)
     draft = make_draft(target, **overrides)
     documents = torch.cat([torch.arange(9), torch.arange(7)]).expand(2, -1)
     batch = make_ttt_batch(target, draft, make_prompt(16, batch_size=2), position_ids=documents)

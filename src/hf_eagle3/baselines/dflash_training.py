@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from ..training.attention import (
-    BLOCK_SIZE,
+    QUERIES_AT_A_TIME,
     UnrollCache,
     can_compile_flex,
     compiled_flex,
@@ -69,7 +69,7 @@ class BlockCache(UnrollCache):
             return merged_attention(
                 query, keys, values, self.block_mask, scaling, own, compiled_flex(), self.is_causal
             )
-        num_blocks = max(BLOCK_SIZE // self.block_size, 1)  # at a time
+        num_blocks = max(QUERIES_AT_A_TIME // self.block_size, 1)  # at a time
         num_queries, outputs = num_blocks * self.block_size, []
         parts = zip(*(each.split(num_queries, dim=2) for each in (query, key, value)))
         for rows, part in zip(self.rows.split(num_blocks, dim=1), parts):

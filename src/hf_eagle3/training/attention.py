@@ -1,6 +1,6 @@
 """
 Attention during training-time test: within a document it is causal to the keys of step 0, and diagonal to the keys of every
-later step. CUDA devices compute it by flex attention, if there is Triton. Others compute it block by block.
+later step. CUDA devices compute it by flex attention, if there is Triton. Others compute it for some queries at a time.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ from ..remote_code.text_eagle3 import flat_indices
 
 
 # Attention scores of this many queries are in memory at once.
-BLOCK_SIZE = 512
+QUERIES_AT_A_TIME = 512
 
 
 class UnrollCache:
@@ -87,7 +87,7 @@ class TTTCache(UnrollCache):
         text, own = self.text[layer_idx], self.own.get(layer_idx, ())
         if self.rows is None and self.block_mask is not None and fits_flex(query):
             return merged_attention(query, *text, self.block_mask, scaling, own, compiled_flex())
-        return blockwise_attention(query, *text, self.documents, scaling, own, self.rows)
+        return chunked_attention(query, *text, self.documents, scaling, own, self.rows)
 
 
 def recomputed(function: Callable, *arguments: Any) -> Any:
@@ -95,7 +95,7 @@ def recomputed(function: Callable, *arguments: Any) -> Any:
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
-def blockwise_attention(
+def chunked_attention(
     query: torch.Tensor,  # (B, H, M, D)
     keys: torch.Tensor,  # (B, H_kv, L, D): those of step 0
     values: torch.Tensor,
@@ -106,23 +106,23 @@ def blockwise_attention(
 ) -> torch.Tensor:
     """
     Computes the attention of one step, `(B, H, M, D)`. Within a document it is causal to the keys of step 0, and diagonal to the
-    keys of every later step. Scores of `BLOCK_SIZE` queries are in memory at a time, and backward computes them again.
+    keys of every later step. Scores of `QUERIES_AT_A_TIME` queries are in memory at a time, and backward computes them again.
     """
     outputs, num_queries = list[torch.Tensor](), query.shape[2]
-    is_large = len(own) > 0 and (rows is not None or num_queries > BLOCK_SIZE)
-    attend: Callable = partial(recomputed, block_attention) if is_large else block_attention
+    is_large = len(own) > 0 and (rows is not None or num_queries > QUERIES_AT_A_TIME)
+    attend: Callable = partial(recomputed, chunk_attention) if is_large else chunk_attention
     places = torch.arange(num_queries, device=query.device).expand(len(query), -1) if rows is None else rows
-    for start in range(0, num_queries, BLOCK_SIZE):
-        block = slice(start, start + BLOCK_SIZE)
-        seen = slice(block.stop) if rows is None else slice(None)  # the last of some rows would force a sync
+    for start in range(0, num_queries, QUERIES_AT_A_TIME):
+        chunk = slice(start, start + QUERIES_AT_A_TIME)
+        seen = slice(chunk.stop) if rows is None else slice(None)  # the last of some rows would force a sync
         text = keys[:, :, seen], values[:, :, seen], documents[:, seen]
         outputs.append(
-            attend(query[:, :, block], *text, places[:, block], scaling, *(each[:, :, block] for each in own))
+            attend(query[:, :, chunk], *text, places[:, chunk], scaling, *(each[:, :, chunk] for each in own))
         )
     return torch.cat(outputs, dim=2)
 
 
-def block_attention(
+def chunk_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -133,7 +133,7 @@ def block_attention(
     own_values: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
-    Computes [`blockwise_attention`] for some `rows` `(B, Q)`, which also attend to `own_keys` and `own_values` of the
+    Computes [`chunked_attention`] for some `rows` `(B, Q)`, which also attend to `own_keys` and `own_values` of the
     later steps, `(B, H_kv, Q, steps, D)`.
     """
     num_keys, groups = keys.shape[2], query.shape[1] // keys.shape[1]
@@ -185,7 +185,7 @@ def merged_attention(
     both, each weighted by its share of the sum of exponentials. `is_causal` lets a query attend only to its block's keys up to
     its own. Returns `(B, H, Q, D)`.
 
-    With the mask of [`causal_block_mask`], and rows as blocks, this is [`blockwise_attention`].
+    With the mask of [`causal_block_mask`], and rows as blocks, this is [`chunked_attention`].
     """
     num_queries = query.shape[2]
     lengths = block_mask.shape[-2], block_mask.shape[-1], block_mask.shape[-1]
