@@ -48,9 +48,9 @@ class TrainerInParts(Eagle3Trainer):
         with self.part("data"):
             return super().get_batch_samples(*args, **kwargs)
 
-    def target_features(self, inputs):
+    def target_batch(self, inputs):
         with self.part("target"):
-            return super().target_features(inputs)
+            return super().target_batch(inputs)
 
     def compute_loss(self, *args, **kwargs):
         with self.part("target and unroll"):

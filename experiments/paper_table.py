@@ -135,7 +135,7 @@ def train(name, folder: Path, target, tokenizer, dataset, args) -> None:
     if getattr(draft.config, "static_tree", None) is not None:
         depth = len(draft.heads) if hasattr(draft, "heads") else args.tree_depth
         loaded = islice(trainer.get_train_dataloader(), 16)
-        batches = (trainer.target_features(trainer._prepare_inputs(inputs)) for inputs in loaded)
+        batches = (trainer.target_batch(trainer._prepare_inputs(inputs)) for inputs in loaded)
         draft.config.static_tree = best_static_tree(measure_accuracies(draft, batches, depth))
     draft.to(target.dtype).save_pretrained(folder)
     steps = trainer.state.global_step

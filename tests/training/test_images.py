@@ -120,7 +120,7 @@ def test_unroll_equals_drafting_with_images(tmp_path, family):
         for name, value in kinds.items():
             value[:, :prompt_length] = prompt[name.removeprefix(IMAGE_INPUT)]
         whole = {**inputs, **kinds, "input_ids": text, "attention_mask": torch.ones_like(text), "labels": text}
-        batch = trainer.target_features(whole)
+        batch = trainer.target_batch(whole)
         embeddings, num_compared = draft.embed(torch.arange(VOCAB_SIZE)), 0
         for positions, logits, embeds, below, logits_below in drafted_steps:
             row_number = int(positions[0, -1])
@@ -145,16 +145,16 @@ def test_states_are_those_of_each_row_alone(tmp_path, family):
     trainer = make_vision_trainer(tmp_path, family, per_device_eval_batch_size=4, max_length=None)
     (together,) = batches(trainer)
     assert sorted(together) != ["attention_mask", "input_ids", "labels"]
-    features = trainer.target_features(together)
+    batch = trainer.target_batch(together)
     for number, row in enumerate(trainer.train_dataset):
-        alone = trainer.target_features(trainer._prepare_inputs(trainer.data_collator([row])))
+        alone = trainer.target_batch(trainer._prepare_inputs(trainer.data_collator([row])))
         length = len(row["input_ids"])
         assert together["input_ids"][number, :length].tolist() == row["input_ids"]
-        theirs = features.aux_hidden_states[number, :length]
+        theirs = batch.aux_hidden_states[number, :length]
         torch.testing.assert_close(theirs, alone.aux_hidden_states[0], atol=1e-4, rtol=1e-3)
     other = {**together, IMAGE_INPUT + "pixel_values": together[IMAGE_INPUT + "pixel_values"].flip(0)}
-    changed = trainer.target_features(other).aux_hidden_states
-    assert (changed[0] - features.aux_hidden_states[0]).abs().max() > 1e-3
+    changed = trainer.target_batch(other).aux_hidden_states
+    assert (changed[0] - batch.aux_hidden_states[0]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("layer", [-2, [-1, -2]])

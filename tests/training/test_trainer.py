@@ -537,16 +537,16 @@ def test_lengths_of_rows_are_rounded_where_each_takes_time(tmp_path, tokenizer, 
 )
 def test_a_loss_that_is_not_a_number_ends_training(tmp_path, tokenizer, field, advice):
     trainer = make_trainer(tmp_path, tokenizer, max_steps=6, save_strategy="steps", save_steps=2, ttt_steps=1)
-    compute_loss, calls = trainer.target_features, []
+    target_batch, calls = trainer.target_batch, []
 
     def broken(inputs):
-        batch = compute_loss(inputs)
+        batch = target_batch(inputs)
         calls.append(batch)
         if len(calls) == 4:
             getattr(batch, field)[0, 5] = torch.nan
         return batch
 
-    trainer.target_features = broken
+    trainer.target_batch = broken
     beginning = r"loss is nan at step 4, for a batch that begins with \['the "
     with pytest.raises(FloatingPointError, match=f"{beginning}.*{advice}"):
         trainer.train()

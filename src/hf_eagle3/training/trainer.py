@@ -416,11 +416,11 @@ class Eagle3Trainer(DraftSavingTrainer):
         return 1 + int(self.progress / self.args.ttt_warmup * (self.args.ttt_steps - 1))
 
     @torch.no_grad()
-    def target_features(self, inputs: dict[str, torch.Tensor]) -> TTTBatch:
-        """Runs the target on a collated batch, or reads its stored features."""
-        features = self.target_states.features(inputs, self.draft.draft_token_ids)
-        aux = features[0].to(self.draft.get_output_embeddings().weight.dtype)
-        return TTTBatch.of(inputs, aux, features[1:], inputs["labels"])
+    def target_batch(self, inputs: dict[str, torch.Tensor]) -> TTTBatch:
+        """Returns what a draft learns from a collated batch. Runs the target, or reads its stored features."""
+        aux, *distributions = self.target_states.features(inputs, self.draft.draft_token_ids)
+        aux = aux.to(self.draft.get_output_embeddings().weight.dtype)
+        return TTTBatch.of(inputs, aux, distributions, inputs["labels"])
 
     def extract_features(
         self, folder: str | Path, rows_per_shard: int = 64, dtype: torch.dtype | str | None = None
@@ -452,7 +452,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         num_items_in_batch: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
         self._check_loss()
-        batch, steps, shares = self.target_features(inputs), self.args.ttt_steps, {}
+        batch, steps, shares = self.target_batch(inputs), self.args.ttt_steps, {}
         if model.training:
             steps = self.num_ttt_steps
             shares = {"row_share": self.args.ttt_row_share, "sampled_vocab_size": self.args.sampled_vocab_size}

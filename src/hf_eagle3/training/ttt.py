@@ -13,7 +13,7 @@ The later steps of a row need nothing of other rows. So each step can go on with
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -53,14 +53,15 @@ class TTTBatch:
         cls,
         inputs: dict[str, torch.Tensor],
         aux_hidden_states: torch.Tensor,
-        distributions: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        distributions: Sequence[torch.Tensor],
         labels: torch.Tensor,
     ) -> "TTTBatch":
         """Joins a collated batch with the target's states and [`~TargetStates.distributions`]."""
         input_ids, positions = inputs["input_ids"], inputs.get("position_ids")
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        return cls(input_ids, aux_hidden_states, *distributions, labels, documents_of(inputs), positions)
+        logits, mass, tokens = distributions
+        return cls(input_ids, aux_hidden_states, logits, mass, tokens, labels, documents_of(inputs), positions)
 
 
 @dataclass
