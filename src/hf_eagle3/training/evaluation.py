@@ -15,7 +15,7 @@ from ..data.prompts import documents_of_row, prompt_of
 from ..remote_code.draft_model_eagle3 import DraftModel
 from ..remote_code.target_eagle3 import device_of, is_sharded
 from ..tokenizer import padded_inputs
-from .metrics import sum_dtype
+from .metrics import BY_STEP, sum_dtype
 from .models import default_generation
 
 
@@ -31,8 +31,7 @@ def check_best_metric(trainer: Eagle3Trainer) -> None:
     names = ["loss", "loss_per_step", "simulated_acceptance_length"]
     if args.num_eval_prompts > 0:
         names += ["acceptance_length"] + ["vocabulary_coverage"] * (trainer.draft.d2t is not None)
-    by_step = ("accuracy", "acceptance_rate", "conditional_acceptance", "joint_acceptance")
-    names += [f"{name}_{step}" for name in by_step for step in range(args.ttt_steps)]
+    names += [f"{name}_{step}" for name in BY_STEP for step in range(args.ttt_steps)]
     if isinstance(data, dict):
         names = [f"{dataset}_{name}" for dataset in data for name in names]
     if (name := args.metric_for_best_model.removeprefix("eval_")) not in names:

@@ -14,6 +14,9 @@ from .ttt import TTTOutput
 
 logger = get_logger(__name__)
 
+# Metrics that are measured at each drafting step: `accuracy_0`, `accuracy_1`, ...
+BY_STEP = ("accuracy", "acceptance_rate", "conditional_acceptance", "joint_acceptance")
+
 
 def sum_dtype(device: torch.device) -> torch.dtype:
     """Returns the dtype of sums over processes: float64, or float32 on Apple's GPUs, which have no float64."""
@@ -60,14 +63,12 @@ class TTTMetrics:
                 f"No token of the last {'steps' if mode == 'train' else 'evaluation'} is learned, so the loss is 0: all labels after the "
                 "first two tokens are -100. Check the labels of the data, and the `data_collator` if you pass one."
             )
+        accuracy = sums.num_correct / sums.num_rows.clamp(min=1)
+        acceptance_rate = sums.acceptance_sums / sums.num_sampled.clamp(min=1)
         conditional = sums.num_accepted / sums.num_reached.clamp(min=1)
-        by_step = {
-            "accuracy": sums.num_correct / sums.num_rows.clamp(min=1),
-            "acceptance_rate": sums.acceptance_sums / sums.num_sampled.clamp(min=1),
-            "conditional_acceptance": conditional,
-            # Not `num_accepted / num_rows[0]`: a row that reaches the end of its text was not rejected there.
-            "joint_acceptance": conditional.cumprod(dim=0),
-        }
+        # Not `num_accepted / num_rows[0]`: a row that reaches the end of its text was not rejected there.
+        joint = conditional.cumprod(dim=0)
+        by_step = dict(zip(BY_STEP, (accuracy, acceptance_rate, conditional, joint), strict=True))
         metrics = {
             f"{name}_{step}": value
             for name, values in by_step.items()
@@ -75,7 +76,7 @@ class TTTMetrics:
             if sums.num_rows[step] > 0
         }
         # Verification always emits one token, and drafted token k if the first k are accepted.
-        metrics["simulated_acceptance_length"] = 1 + by_step["joint_acceptance"].sum().item()
+        metrics["simulated_acceptance_length"] = 1 + joint.sum().item()
         if mode == "eval":
             metrics["loss"] = sums.loss(self.args.ttt_step_decay).item()
         return metrics
