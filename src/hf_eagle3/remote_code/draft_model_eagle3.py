@@ -415,11 +415,10 @@ def check_embedding(draft: PreTrainedModel, target: PreTrainedModel) -> None:
         )
 
 
-def similarity(fingerprint: str, other: str) -> float:
+def similarity(one: str, other: str) -> float:
     """The cosine similarity of two [`fingerprint`]s."""
     ours, theirs = (
-        torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.float16).double()
-        for text in (fingerprint, other)
+        torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.float16).double() for text in (one, other)
     )
     return torch.cosine_similarity(ours, theirs, dim=0).item()
 

@@ -131,7 +131,7 @@ class ReturnedOutputs:
         if (rows := self.collected.get("scores")) is None:
             return None
         for i in range(len(self.scores_of_batch), len(rows[0])):
-            self.scores_of_batch.append(stack([entries[i] for entries in rows]))
+            self.scores_of_batch.append(join_rows([entries[i] for entries in rows]))
             for row, entries in enumerate(rows):  # views, to keep them once
                 entries[i] = self.scores_of_batch[i][row : row + 1]
         return tuple(self.scores_of_batch)
@@ -159,16 +159,16 @@ class ReturnedOutputs:
             return sequences
         outputs: dict[str, Any] = {CACHE: cache, "scores": self.all_scores()}
         for name in self.collected.keys() - {"scores"}:
-            outputs[name] = tuple(stack(entries) for entries in zip(*self.collected[name]))
+            outputs[name] = tuple(join_rows(entries) for entries in zip(*self.collected[name]))
         return GenerateDecoderOnlyOutput(sequences=sequences, **outputs)
 
 
-def stack(entries: Sequence[Any]) -> Any:
-    """The entries of all rows as one: tensors, or tuples of tensors and `None`."""
+def join_rows(entries: Sequence[Any]) -> Any:
+    """Returns the entries of all rows as one batch: tensors, or tuples of tensors and `None`."""
     if len(entries) == 1 or entries[0] is None:
         return entries[0]
     if isinstance(entries[0], tuple):
-        return tuple(stack(layer) for layer in zip(*entries))
+        return tuple(join_rows(layer) for layer in zip(*entries))
     return torch.cat(list(entries))
 
 

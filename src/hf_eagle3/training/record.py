@@ -178,7 +178,7 @@ def check_same_draft(trainer: Eagle3Trainer, checkpoint: str) -> None:
             raise ValueError(
                 f"{checkpoint} has a draft for another target than {ours.verifier}. Pass the target that this training began with."
             )
-        then, now = of_draft(theirs), of_draft(ours)
+        then, now = draft_facts(theirs), draft_facts(ours)
     if difference := what_differs(then, now):
         raise ValueError(
             f"{checkpoint} has another draft: {difference}. Pass the draft that this training began with."
@@ -209,7 +209,7 @@ def check_same_settings(trainer: Eagle3Trainer, checkpoint: str, state: TrainerS
         )
 
 
-def of_draft(config: Eagle3Config) -> dict:
+def draft_facts(config: Eagle3Config) -> dict:
     """Returns the fields of a draft's configuration that change what it computes."""
     others = {"weights_digest", "speculators_config", "static_tree", "verifier_fingerprint"}
     others |= PreTrainedConfig().to_dict().keys()
