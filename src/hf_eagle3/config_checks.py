@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """
 Checks of values in configurations that others wrote. They do not ship with drafts, because the digest of a configuration
 shows that it is as we saved it.

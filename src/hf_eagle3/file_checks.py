@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """
 Checks of checkpoints that others wrote, or that were damaged. They do not ship with drafts, because digests show that a
 checkpoint is as we saved it.

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Making a new draft for a target, changing its vocabulary, and pairing it with a target."""
 
 import weakref

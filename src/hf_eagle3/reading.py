@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """
 Reading a draft of any format, and mending what others leave out. It does not ship with drafts, which are as we saved them.
 """
