@@ -11,6 +11,7 @@ import torch
 from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
 from trl import SFTConfig
 
+from ..environment import emulates_bfloat16
 from ..making import FORMS
 from ..remote_code.devices_eagle3 import COPIES_WITHOUT_SYNC
 
@@ -195,8 +196,8 @@ class Eagle3TrainingArguments(SFTConfig):
         return super(Eagle3TrainingArguments, plain).to_dict()
 
     def __post_init__(self) -> None:
-        if self.bf16 is None and self.use_cpu and not torch.cpu._is_avx512_bf16_supported():
-            self.bf16 = False  # TRL's default is True, which such processors compute in software
+        if self.bf16 is None and self.use_cpu and emulates_bfloat16(torch.device("cpu")):
+            self.bf16 = False  # TRL's default, True, would be slower than float32
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith("loss_per_step"):
             self.greater_is_better: bool | None = False  # transformers recognizes losses by the end of their names
         if (said := str(self.resume_from_checkpoint).lower()) in ("true", "false"):  # the command line gives a text
