@@ -50,7 +50,10 @@ class BaselineConfig(Eagle3Config):
 
     @classmethod
     def recognizes(cls, content: dict[str, Any], source: str | Path) -> bool:
-        """Returns `True`. Raises `ValueError` if the `config.json` is of another model."""
+        """
+        Returns `True`, or raises `ValueError` if the `config.json` is of another model. It never returns `False`, because the package
+        converts only checkpoints of EAGLE-3.
+        """
         if content.get("model_type") != cls.model_type:
             name = content.get("model_type") or content.get("speculators_model_type")
             raise ValueError(f"{source} is not a {cls.model_type} draft: its config.json is of {name!r}.")

@@ -1,5 +1,6 @@
 """
-Reading rows of data: the only place that knows which forms a row may have.
+Reading rows of data, in each of the forms that a row may have. `messages.py` reads the messages of a conversation, `values.py` single
+values, and `nulls.py` takes out what Arrow added.
 
 A row is read before anything else happens to it. An error names the row, says what is wrong and what to do.
 """

@@ -182,7 +182,10 @@ class Eagle3Config(PreTrainedConfig):
 
     @classmethod
     def recognizes(cls, config_dict: dict[str, Any], source: str | Path) -> bool:
-        """Whether the content of a `config.json` is in this schema. Block drafts of `speculators` are not."""
+        """
+        Returns whether the content of a `config.json` is in this schema and is read as it is. If not, the installed package converts the
+        checkpoint, or refuses it (block drafts of `speculators`). An override may raise `ValueError` instead of returning `False`.
+        """
         return config_dict.get("speculators_model_type") not in (None, "dflash")
 
     @classmethod
