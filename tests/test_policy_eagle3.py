@@ -209,7 +209,7 @@ def test_luck_is_told_from_loss(gain, least, most):
     for seed in range(20):
         drafting, random_, drafted = DraftingTrial(num_rows=4), random.Random(seed), 0
         for _ in range(300):
-            if not drafting.decodes_plainly():
+            if not drafting.take_plain_step():
                 drafted += 1
                 drafting.judge(2 + gain + random_.gauss(0, 0.8), seconds=2.0, plain=1.0)
         shares.append(drafted / 300)
@@ -230,13 +230,13 @@ def test_bad_luck_does_not_end_drafting_for_long(lengths, least, most):
 def test_little_is_lost_by_asking_whether_drafting_pays(mean_lengths, most_lost):
     """Six texts of 64 tokens, some easier for the draft. A drafted step takes 1.4 times as long as a plain one."""
 
-    def seconds(seed, decodes_plainly=None):
+    def seconds(seed, is_plain=None):
         random_, drafting, taken = random.Random(seed), DraftingTrial(num_rows=1), 0.0
         for _ in range(6):
             accepted, left = 1 - 1 / random_.choice(mean_lengths), 64
             while left > 0:
                 length, cost = 1, 1.0
-                if not (drafting.decodes_plainly() if decodes_plainly is None else decodes_plainly):
+                if not (drafting.take_plain_step() if is_plain is None else is_plain):
                     cost = 1.4
                     while length < 8 and random_.random() < accepted:
                         length += 1
@@ -307,7 +307,7 @@ def test_what_calls_learn_of_a_draft(monkeypatch, tree_policy, cache):
     monkeypatch.setattr(
         Calibration, "record", lambda self, *args: (powers[-1].append(self.power), record(self, *args))
     )
-    monkeypatch.setattr(DraftingTrial, "decodes_plainly", lambda self: False)  # whatever it measured
+    monkeypatch.setattr(DraftingTrial, "take_plain_step", lambda self: False)  # whatever it measured
     for _ in range(2):
         powers.append([])
         target.generate(prompt, assistant_model=draft, **cache, **settings)

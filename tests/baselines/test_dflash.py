@@ -562,7 +562,7 @@ def test_states_that_nothing_has_asked_for_are_dropped(monkeypatch):
     draft = make_baseline("dflash", target)
     kept = []
     monkeypatch.setattr(
-        "hf_eagle3.remote_code.policy_eagle3.DraftingTrial.decodes_plainly",
+        "hf_eagle3.remote_code.policy_eagle3.DraftingTrial.take_plain_step",
         lambda self: len(kept) < 12 and not kept.append(1),
     )
     stats = assert_same_text(target, draft, batch, max_new_tokens=40)

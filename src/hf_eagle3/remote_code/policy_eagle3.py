@@ -19,8 +19,8 @@ LEAST_SECONDS = 1e-6  # of a step: clocks may be coarse, or stall
 class StepCosts:
     """
     Seconds that parts of a step take, by size: `"draft"` by levels, `"verify"` by tokens of all rows. Each size has
-    its five latest measurements, and the second shortest counts, since pauses lengthen others. The first one of
-    a size includes warm-up and is dropped.
+    its five latest measurements. The second shortest of four or five counts (of fewer, the shortest), since pauses
+    lengthen others. The first one of a size includes warm-up and is dropped.
     """
 
     LATEST = 5
@@ -162,8 +162,11 @@ class DraftingTrial:
         """Whether it is too early to judge drafting."""
         return self.num_drafted < (self.first_steps if self.interval == self.INTERVALS[0] else self.MIN_STEPS)
 
-    def decodes_plainly(self) -> bool:
-        """Begins a step. Returns whether it is plain."""
+    def take_plain_step(self) -> bool:
+        """
+        Begins a step. Takes one of the plain steps that are left (`plain_left`), and returns whether there was one. Now and then, while
+        drafting goes on, it first adds two, to measure them again. They count as one drafted step (`num_drafted`).
+        """
         first, at_most = self.REVIEWS
         power_of_two = 1 << max(self.num_drafted.bit_length() - 1, 0)  # rounded down
         if self.num_drafted >= first and self.num_drafted % min(power_of_two, at_most) == 0:
@@ -252,6 +255,7 @@ class Policy(StaticPolicy):
         self.sizes = [*self.SIZES[: bisect.bisect_left(self.SIZES, most)], most]
         self.trials: dict[int, DraftingTrial] = {}  # by the number of rows, up to a power of two
         self.reach = Reach(min(kind.max_plan.depth, most))
+        # The latest plan, before `Verifier.limit` cut it.
         self.planned = kind.max_plan
         self.last_proposer: str | None = None
 
@@ -285,7 +289,7 @@ class Policy(StaticPolicy):
             self.planned = Plan("lookup", num_looked_up, num_looked_up)
         elif not any(bottlenecks):  # only padding is left, and whole trees are accepted
             self.planned = self.max_plan
-        elif self.trial(num_rows).decodes_plainly():
+        elif self.trial(num_rows).take_plain_step():
             self.planned = Plan()
         else:
             self.planned = self.draft_plan(bottlenecks)

@@ -19,7 +19,7 @@ class Prices(NamedTuple):
     """What parts of a step cost, in tokens that decoding would write in the same time."""
 
     level: float  # another level of drafting
-    nodes: list[float]  # verifying 0, 1, ... nodes below the root
+    nodes: list[float]  # verifying 0, 1, ... nodes below the root; inf for numbers that are not chosen
     rows: list[bool]  # the rows that the batch waits for; only their tokens count
     must_verify: bool = False  # verify at least one node, to measure drafting
 
