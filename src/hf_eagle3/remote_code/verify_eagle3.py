@@ -146,15 +146,14 @@ class Verifier:
                     break  # transformers 5.17 cannot record two tokens behind a window one by one
                 expected.append(outputs.logits[:, -1].float())
                 inputs = update(outputs, dict(inputs))
-            trees = [DraftTree.from_parents(tokens, parents), DraftTree.chain(tokens)]
-            for tree in trees[cache.is_chain :]:
-                if (reason := self._try(tree, expected)) is None:
-                    break
-                self.is_plain, cache.is_chain = cache.is_chain, True
-                what, instead = ("several tokens", "nothing") if self.is_plain else ("a tree", "chains")
-                logger.warning_once(
-                    f"{type(self.target).__name__} cannot read {what}, so the draft proposes {instead}: {reason}"
-                )
+            tree, chain = DraftTree.from_parents(tokens, parents), DraftTree.chain(tokens)
+            name = type(self.target).__name__
+            if not cache.is_chain and (reason := self._try(tree, expected)) is not None:
+                cache.is_chain = True
+                logger.warning_once(f"{name} cannot read a tree, so the draft proposes chains: {reason}")
+            if cache.is_chain and (reason := self._try(chain, expected)) is not None:
+                self.is_plain = True
+                logger.warning_once(f"{name} cannot read several tokens, so the draft proposes nothing: {reason}")
         finally:
             self.inputs = given
             cache.roll_back()
