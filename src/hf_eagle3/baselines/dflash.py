@@ -522,7 +522,8 @@ class BlockProposer(Drafter):
 
     def read(self, blocks: Sequence[torch.Tensor], counts: list[int]) -> None:
         """Adds the target's states to the context. The tokens are not read: the states know them, but for the newest."""
-        state, (tokens, states, positions, num_new, past) = self._inputs(blocks, counts, 0, has_fixed_shape=True)
+        state, unread = self._begin_reading(blocks, counts, 0, has_fixed_shape=True)
+        tokens, states, positions, num_new, past = unread
         num_rows = tokens.shape[1]
         index = right_index(num_new, num_rows)
         # Padding goes to free slots behind the row's text, as zeros: NaNs pass through any mask.

@@ -154,8 +154,8 @@ PLAIN_MODULES = ("torch.nn.", "transformers.", "hf_eagle3.", f"{__package__}.")
 # Reading and drafting ----------------------------------------------------------------------------------------------
 
 
-# Tokens (B, R) to read, the states and positions before them, and how many of them, at the right, are each row's.
-Rows = tuple[Sequence[torch.Tensor], list[int]]
+# Unread tokens (B, R), the states and positions before them, and how many of them, at the right, are each row's.
+UnreadTokens = tuple[Sequence[torch.Tensor], list[int]]
 
 
 class DraftState(NamedTuple):
@@ -266,7 +266,7 @@ class Drafter(Proposer):
         self.most_new = self.max_plan.depth + 1  # tokens that a step with a tree may accept
         self.cache: DraftCache | None = None
         self.lengths: list[int] = []  # how many tokens each row has read
-        self.unread: list[Rows] = []  # what each step accepted
+        self.unread: list[UnreadTokens] = []  # what each step accepted
         self.token_ids = None if draft.d2t is None else draft.draft_token_ids
         head = draft.get_output_embeddings().weight
         # What logits look like: their width, dtype and device. A quantized head could not make other tensors.
@@ -307,7 +307,7 @@ class Drafter(Proposer):
             if has_fixed_shape:
                 num_missing = self.most_new - blocks[0].shape[1]
                 blocks = [F.pad(block, (*(0, 0) * (block.dim() - 2), num_missing, 0)) for block in blocks]
-            state, unread = self._inputs(blocks, counts, self.num_spare, has_fixed_shape)
+            state, unread = self._begin_reading(blocks, counts, self.num_spare, has_fixed_shape)
             if has_fixed_shape:
                 return self._fixed_tree(state, unread, sampler)
             # Counting the nodes above a threshold forces a sync. Verifying more costs little.
@@ -341,10 +341,12 @@ class Drafter(Proposer):
         # The next CUDA graph overwrites what this one returned. Tokens may be needed longer (see `ReplayCache`).
         return DraftTree(tokens.clone(), parents, depths, ancestors, self.max_plan.depth, confidences)
 
-    def _inputs(
+    def _begin_reading(
         self, blocks: Sequence[torch.Tensor], counts: list[int], num_spare: int, has_fixed_shape: bool
     ) -> tuple[DraftState, Unread]:
-        """The inputs of a forward over some tokens, with room for them and for `num_spare` more. They count as read."""
+        """
+        Returns the inputs of a forward over some tokens. Makes room in the cache for them and `num_spare` more, and counts them as read.
+        """
         past = self.lengths or [0] * len(counts)
         self.lengths = [length + count for length, count in zip(past, counts)]
         cache = self.reserve(max(past) + blocks[0].shape[1] + num_spare)
@@ -353,7 +355,7 @@ class Drafter(Proposer):
         tokens, states, positions, counts, past = (_filled(each, num_places) for each in (*blocks, counts, past))
         return state, Unread(tokens, states, positions, *on_device([counts, past], tokens.device))
 
-    def take_unread(self) -> Rows:
+    def take_unread(self) -> UnreadTokens:
         """All unread steps, joined."""
         steps, self.unread = self.unread, []
         if len(steps) == 1:
@@ -366,7 +368,7 @@ class Drafter(Proposer):
         tokens, states, positions = (torch.cat(each, dim=1) for each in zip(*blocks))
         return (tokens.gather(1, index), take_rows(states, index), positions.gather(1, index)), list(map(len, rows))
 
-    def read_all_but_newest(self, has_fixed_shape: bool) -> Rows:
+    def read_all_but_newest(self, has_fixed_shape: bool) -> UnreadTokens:
         """Reads the prompt but for its last token, and what exceeds a fixed shape. Returns the rest."""
         blocks, counts = self.take_unread()
         num_left = blocks[0].shape[1]
@@ -381,7 +383,7 @@ class Drafter(Proposer):
 
     def read(self, blocks: Sequence[torch.Tensor], counts: list[int]) -> None:
         """Reads tokens only to fill the cache."""
-        state, unread = self._inputs(blocks, counts, 0, has_fixed_shape=False)
+        state, unread = self._begin_reading(blocks, counts, 0, has_fixed_shape=False)
         read_unread(state, unread)
 
     def reserve(self, num_slots: int) -> DraftCache:
