@@ -289,6 +289,23 @@ def test_a_target_whose_embedding_is_offloaded_is_left_to_plain_decoding(pair, w
     assert "The embedding of LlamaForCausalLM, which the draft reads, is offloaded" in message
 
 
+class WithoutPositions(LlamaForCausalLM):
+    """Like BLOOM, which has no argument for positions."""
+
+    def forward(self, input_ids=None, attention_mask=None, **kwargs):
+        return super().forward(input_ids, attention_mask, **kwargs)
+
+
+def test_a_target_without_positions_is_left_to_plain_decoding(pair, warned):
+    target, draft, prompt = pair
+    target.__class__ = WithoutPositions
+    expected = target.generate(prompt, **SETTINGS)
+    with assist(target, draft):
+        assert torch.equal(target.generate(prompt, **SETTINGS), expected)
+    (message,) = warned
+    assert "WithoutPositions.forward takes no `position_ids`" in message
+
+
 def test_a_target_that_is_transformers_own_assistant(pair):
     """Of another target, or of itself with fewer layers: it drafts for somebody else then."""
     target, draft, prompt = pair

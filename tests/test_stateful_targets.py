@@ -171,15 +171,16 @@ def test_an_interrupted_call_leaves_a_cache_to_go_on_from(family):
         assert_same_cache(actual.past_key_values, expected.past_key_values)
 
 
+@pytest.mark.parametrize("num_steps", [0, 1])
 @pytest.mark.skipif("lara_mini" not in RECURRENT, reason="needs a newer transformers")
-def test_a_plain_step_that_is_interrupted_leaves_a_window_to_go_on_from():
+def test_a_plain_step_that_is_interrupted_leaves_a_window_to_go_on_from(num_steps):
     """Sliding layers beside recurrent states keep more than their window until a step ends."""
     target, prompt = make_target("lara_mini", sliding_window=8), make_prompt(12)
     draft, cache = make_draft(target, [prompt]), DynamicCache(config=target.config)
     draft.generation_config.tree_policy = "auto"  # its first steps are plain
     settings = {"past_key_values": cache, "assistant_model": draft, **SETTINGS}
     with pytest.raises(Interrupt):
-        target.generate(prompt, stopping_criteria=[InterruptingCriteria(1)], **settings)
+        target.generate(prompt, stopping_criteria=[InterruptingCriteria(num_steps)], **settings)
     text = target.generate(prompt, **SETTINGS)
     known = text[:, : cache.get_seq_length() + 1]
     rest = {**SETTINGS, "max_new_tokens": text.shape[1] - known.shape[1], "attention_mask": torch.ones_like(known)}

@@ -127,6 +127,8 @@ def other_decoding(
         return NOT_SYNCED
     names = ("cache", "past_key_values")  # newer, older
     caches = [kwargs[name] for name in names if kwargs.get(name) is not None]
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return f"{type(model).__name__}.forward takes no `position_ids`."
     try:
         check_target(model)
         if hasattr(draft, "borrow_embeddings"):

@@ -83,6 +83,9 @@ def from_target(
         norms = {"fc_norm": not overrides.get("norm_before_fc") and not is_parallel, "norm_output": not is_parallel}
         overrides = norms | overrides
     config = config_for_target(target, num_hidden_layers, cls.config_class, **overrides)
+    is_empty = all(parameter.is_meta for parameter in target.parameters())  # made for its sizes alone, or offloaded
+    if hasattr(target, "_hf_hook") or not is_empty:
+        check_not_offloaded(target)
     table = table_of(target)
     with table.weight.device:
         draft = cls(config).to(dtype=target.dtype)

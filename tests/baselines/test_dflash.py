@@ -30,7 +30,7 @@ from conftest import (
 )
 from safetensors.torch import load_file, save_file
 from trainers import make_trainer
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Qwen3Config
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from hf_eagle3 import Eagle3ForSpeculation
@@ -226,6 +226,8 @@ def test_the_layout_of_speculators(tmp_path, config, how, has_own):
     draft = AutoModel.from_pretrained(folder).eval()
     assert type(draft) is DFlashForSpeculation and type(AutoConfig.from_pretrained(folder)) is DFlashConfig
     assert draft.resolve_aux_layer_ids(target) == [1, 3] and draft.generation_config.tree_depth == BLOCK - 1
+    shallow = AutoModel.from_pretrained(folder, generation_config=GenerationConfig(tree_depth=1))
+    assert shallow.generation_config.tree_depth == 1
     assert draft.config.verifier == "me/Target" and draft.config.has_own_embed_tokens == has_own
     draft.save_pretrained(tmp_path / "saved")
     saved = json.loads((tmp_path / "saved" / "config.json").read_text())

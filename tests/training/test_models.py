@@ -115,6 +115,8 @@ def test_offloaded_targets(tmp_path, tokenizer, offloaded, message):
         tmp_path / "target", device_map=device_map, offload_folder=tmp_path / "offloaded"
     )
     draft = Eagle3ForSpeculation.from_target(make_target("llama"))
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        assert Eagle3ForSpeculation.from_target(target).device.type == "cpu"
     for model in (None, draft):
         with nullcontext() if message is None else pytest.raises(ValueError, match=message):
             make_trainer(tmp_path / "out", tokenizer, model=model, target=target, **few).train()

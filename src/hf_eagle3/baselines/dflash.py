@@ -307,7 +307,8 @@ class DFlashForSpeculation(BaselineDraft):
             {key: kwargs[key] for key in HUB_ARGUMENTS if key in kwargs},
         )
         path = None if source is None else find(source, "generation_config.json", **hub_kwargs)
-        if path is None or "tree_depth" not in read_json(path):
+        is_given = getattr(kwargs.get("generation_config"), "tree_depth", None) is not None
+        if not is_given and (path is None or "tree_depth" not in read_json(path)):
             draft.generation_config.tree_depth = draft.config.num_drafted
         return loaded
 

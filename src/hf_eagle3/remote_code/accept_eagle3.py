@@ -113,10 +113,13 @@ class Sampler:
 
     def _pick_at_all_nodes(self, tree: DraftTree, outputs: TreeOutputs, may_discard: bool) -> Pick | None:
         """[`start_walk`] that picks tokens now, with a single sync."""
-        logits = outputs.logits.to(self.text.ids.device)
+        logits, device = outputs.logits, self.text.ids.device
+        if self.do_sample or len(self.logits_processor):
+            logits = logits.to(device)
+        # Else only the choices move, if the prompt is on another device than the target.
         choices, is_broken = self._choices(tree, logits)
         flags = [logits[:, :1].isnan().any(dim=-1).expand_as(choices)] if may_discard else []
-        _, _, _, tokens_of, broken_of, *is_nan = tree.on_host(choices, is_broken, *flags)
+        _, _, _, tokens_of, broken_of, *is_nan = tree.on_host(*(each.to(device) for each in (choices, is_broken, *flags)))
         if any(row[0] for rows in is_nan for row in rows):
             return None
 

@@ -61,9 +61,9 @@ class TreeDecoding:
         self.proposers = self._make_proposers(policy)
         lookup: Any = self.proposers.get("lookup")
         try:
+            cache.record()
             self.accept_prompt(prompt)
             del prompt  # its hidden states, and perhaps logits, would take memory until the end
-            cache.record()
             with CUDNN_ATTENTION.off(), self.target._optimize_model_for_decode():
                 while not text.is_complete:
                     self.retire()
@@ -158,7 +158,8 @@ class TreeDecoding:
             calibration=policy.calibration,
             capacity=cache.capacity if cache.is_static else None,
         )
-        proposers: dict[str, Proposer] = {"draft": self.assistant.proposer(call)}
+        # If the target reads single tokens only, a draft would read the prompt for nothing.
+        proposers: dict[str, Proposer] = {} if self.verifier.is_plain else {"draft": self.assistant.proposer(call)}
         if isinstance(policy, Policy) and policy.kind.looks_up:
             proposers["lookup"] = PromptLookup(self.num_looked_up, policy.matches, len(self.embedding.weight))
         return proposers
