@@ -119,7 +119,9 @@ class Sampler:
         # Else only the choices move, if the prompt is on another device than the target.
         choices, is_broken = self._choices(tree, logits)
         flags = [logits[:, :1].isnan().any(dim=-1).expand_as(choices)] if may_discard else []
-        _, _, _, tokens_of, broken_of, *is_nan = tree.on_host(*(each.to(device) for each in (choices, is_broken, *flags)))
+        _, _, _, tokens_of, broken_of, *is_nan = tree.on_host(
+            *(each.to(device) for each in (choices, is_broken, *flags))
+        )
         if any(row[0] for rows in is_nan for row in rows):
             return None
 
