@@ -234,6 +234,7 @@ def main():
     if args.push_to_hub is not None:
         validate_repo_id(args.push_to_hub)
     dataset, processing_class, is_continued = prompts_to_answer(script_args, args, target_config, mixture)
+    precision = {name: True for name in ("load_in_4bit", "load_in_8bit") if getattr(target_config, name)}
     sampling = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": args.top_p}
     settings = {
         "model": target_config.model_name_or_path,
@@ -247,6 +248,7 @@ def main():
         **({} if args.chat_template_path is None else {"chat_template_path": args.chat_template_path}),
         **({"chat_template_kwargs": template_kwargs} if template_kwargs else {}),
         **({"drop_cut_answers": True} if args.drop_cut_answers else {}),
+        **(precision if args.base_url is None else {}),
         **sampling,
     }
     with state.main_process_first():

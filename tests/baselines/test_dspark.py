@@ -234,16 +234,18 @@ def test_another_vocabulary_begins_anew():
     assert not (draft.markov_head.markov_w2.weight == before).any()
 
 
-def test_adapters_learn(tmp_path):
-    """Those of the Markov head, too."""
+@pytest.mark.parametrize("options", [{}, {"sampled_vocab_size": 8}])
+@pytest.mark.parametrize(("method", "head"), [("dspark", "markov_head.markov_w2"), ("p-eagle", "lm_head")])
+def test_adapters_of_heads_learn(method, head, options):
+    """Also where the loss takes some tokens of the vocabulary."""
     target = make_target("llama")
-    draft = make_baseline("dspark", target)
+    draft = make_baseline(method, target)
     draft.borrow_embeddings(target)
     batch = features_of(target, draft, make_prompt(12, batch_size=2))
-    get_peft_model(draft, LoraConfig(target_modules=["markov_w2", "fc"]))
-    draft_loss(draft, batch, BLOCK).loss_sums.sum().backward()
+    get_peft_model(draft, LoraConfig(target_modules=[head, "fc"]))
+    draft_loss(draft, batch, BLOCK, **options).loss_sums.sum().backward()
     learned = [name for name, weight in draft.named_parameters() if weight.grad is not None and weight.grad.any()]
-    assert {name.split(".lora_B")[0] for name in learned if "lora_B" in name} == {"markov_head.markov_w2", "fc"}
+    assert {name.split(".lora_B")[0] for name in learned if "lora_B" in name} == {head, "fc"}
 
 
 @pytest.mark.parametrize("is_sorted", [False, True])

@@ -137,6 +137,10 @@ def test_rows_that_were_packed_before(tokenizer, tmp_path, stream):
     assert sorted(row["seq_lengths"] for row in packed.train_dataset) == [[3, 3], [4, 3]]
     packed.train()
     if not stream:
+        cut = make_trainer(
+            tokenizer, rows, tmp_path, packing=True, eval_packing=False, max_length=7, eval_dataset=rows
+        )
+        assert [row["input_ids"] for row in cut.eval_dataset] == documents
         kept = make_trainer(tokenizer, rows, tmp_path, padding_free=True, max_length=None)
         assert kept.train_dataset["seq_lengths"] == [[3, 4], [3], [2, 3]]
         (batch,) = kept.get_train_dataloader()

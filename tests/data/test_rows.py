@@ -309,6 +309,7 @@ BAD = [
     ({"input_ids": [0, 0], "attention_mask": [0, 0]}, "excludes tokens in the middle, or all"),
     ({**TWO, "seq_lengths": [1]}, "sum to 1, but there are 2 tokens"),
     ({**TWO, "seq_lengths": [3, -1]}, "'seq_lengths' has -1, but must"),
+    ({**TWO, "seq_lengths": [1, 0, 1]}, "'seq_lengths' has 0, but must"),
     ({**TWO, "position_ids": [0, 0]}, "Say where documents end"),
 ]
 

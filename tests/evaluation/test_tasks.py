@@ -172,6 +172,11 @@ def test_prompts_with_images(tmp_path):
     one, other = load_prompts(str(path), processor.tokenizer, images=ImageReader(processor))
     assert one["input_ids"].count(IMAGE) == NUM_PIECES and one["image_data"] == seen["images"]
     assert other == processor.tokenizer("b")["input_ids"]
+    turns = [*seen["messages"], {"role": "assistant", "content": "c"}, {"role": "user", "content": "d"}]
+    path.write_text(json.dumps({**seen, "messages": turns}))
+    (several,) = load_prompts(str(path), processor.tokenizer, images=ImageReader(processor))
+    assert several["input_ids"].count(IMAGE) == NUM_PIECES  # and all turns, as without images
+    assert several["image_text"].index("c") < several["image_text"].rindex("d")
     path.write_text(json.dumps({**seen, "images": ["y.png"]}))
     with pytest.raises(ValueError, match="line 1: there is no image y.png"):
         load_prompts(str(path), processor.tokenizer, images=ImageReader(processor))

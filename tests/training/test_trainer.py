@@ -244,6 +244,13 @@ def test_data_that_is_taken_as_it_is(tmp_path, tokenizer, caplog):
     ):
         with nullcontext() if reason is None else pytest.raises(ValueError, match=reason):
             make_trainer(tmp_path, tokenizer, dataset=data, dataset_kwargs={"skip_prepare_dataset": True})
+    unlabeled = rows([5, 6, 7, 8]).remove_columns("labels")
+    for data, option, asked in (
+        (unlabeled, {"assistant_only_loss": True}, "'assistant_only_loss'"),
+        (unlabeled.add_column("loss_mask", [[1] * 3, [0, 0, 1, 1]]), {}, "'loss_mask'"),
+    ):
+        with pytest.raises(ValueError, match=f"^{asked} would have no effect on the train data"):
+            make_trainer(tmp_path, tokenizer, dataset=data, dataset_kwargs={"skip_prepare_dataset": True}, **option)
     assert "1 of 2 rows of the train data have nothing to learn, and stay" in caplog.text
     with pytest.raises(ValueError, match="Row 1 of the eval data has label 5"):
         evaluated = {"a": rows([-100, 6, 7, 8]), "b": rows([-100, -100, -100, 5])}

@@ -33,7 +33,7 @@ from ..remote_code.modeling_eagle3 import (
 from ..remote_code.text_eagle3 import right_index
 from ..remote_code.tree_eagle3 import DraftTree, GenerationCall, Plan
 from ..tensor_names import HUB_ARGUMENTS, find
-from ..training.ttt import TTTBatch, UnrollStep
+from ..training.ttt import TTTBatch, UnrollStep, selected_outputs
 from .baseline import BaselineConfig, BaselineDraft
 from .block_tree import grow_block_tree, grow_markov_tree
 from .dflash_layout import flat_form, nested_form, spread_layer_ids
@@ -495,9 +495,8 @@ class DFlashForSpeculation(BaselineDraft):
         weight = None if tokens is None else self.lm_head.weight.index_select(0, tokens)
         if self.markov_head is None:
             return partial(self.logits_of, weight=weight)
-        of_markov: Any = self.markov_head.markov_w2  # with an adapter, if it has one
-        if tokens is not None:
-            of_markov = partial(F.linear, weight=of_markov.weight.index_select(0, tokens))
+        whole = self.markov_head.markov_w2
+        of_markov = whole if tokens is None else selected_outputs(whole, tokens)
 
         def logits_of(states: torch.Tensor) -> torch.Tensor:
             states, features = states.tensor_split([self.lm_head.in_features], dim=-1)

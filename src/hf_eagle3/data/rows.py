@@ -348,7 +348,7 @@ def read_tokens(row: dict[str, Any]) -> dict[str, list[int]]:
     read = {"input_ids": tokens, "labels": labels}
     if row.get("seq_lengths") is not None:
         read["seq_lengths"] = _integers(row["seq_lengths"], "seq_lengths")
-        if min(read["seq_lengths"], default=0) < 0:
+        if min(read["seq_lengths"], default=1) < 1:
             raise RowError(f"'seq_lengths' has {min(read['seq_lengths'])}, but must be the lengths of documents")
         if sum(read["seq_lengths"]) != len(tokens):
             raise RowError(f"'seq_lengths' sum to {sum(read['seq_lengths'])}, but there are {len(tokens)} tokens")

@@ -11,9 +11,7 @@ from datasets import Json, load_dataset
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ..data.conversation import Conversation
 from ..data.images import ImageReader
-from ..data.regeneration import encode_prompt
 from ..data.rows import Row, read_json_lines, read_prompt
 from ..data.values import RowError
 from ..tokenizer import PromptEncoder
@@ -173,16 +171,30 @@ def hub_prompts(
     return prompts
 
 
+def encode_with_images(
+    encoder: PromptEncoder, row: Row, images: ImageReader | None, chat_template_kwargs: dict
+) -> dict[str, Any]:
+    """Returns the inputs of a prompt with images. Raises `RowError` if the target does not read them, or the prompt cannot be rendered."""
+    if images is None:
+        raise RowError("it has images, but the target or its processor reads text only")
+    if row.text:
+        text = encoder.with_special_tokens(row.text)
+    else:
+        kwargs = {**chat_template_kwargs, **row.template_kwargs}
+        text = encoder.render(row.messages, add_generation_prompt=True, **kwargs)
+    tokens = encoder.rendered_tokens(images.expand(text, row.images).of(text))
+    return {"input_ids": tokens, "image_text": text, "image_data": row.images}
+
+
 def file_prompts(
     path: str, encoder: PromptEncoder, num_prompts: int | None, chat_template_kwargs: dict, images: ImageReader | None
 ) -> list[Prompt]:
     """Returns the prompts of a JSON Lines file. For the arguments see [`load_prompts`]."""
     prompts = list[Any]()
-    for number, content, row in _read_prompts(path, num_prompts):
+    for number, row in _read_prompts(path, num_prompts):
         try:
             if row.images:
-                conversation = Conversation(number, content, chat_template_kwargs, dict.fromkeys(content, Json()))
-                prompts.append(encode_prompt(conversation, encoder, room=0, positions=None, images=images))
+                prompts.append(encode_with_images(encoder, row, images, chat_template_kwargs))
             elif row.text:
                 prompts.append(encoder.text(row.text))
             else:
@@ -208,15 +220,15 @@ def read_prompts(path: str | Path, num_prompts: int | None = None) -> list[Row]:
     Raises:
         ValueError: if a line is something else (it names file and line), or if there is none.
     """
-    return [row for _, _, row in _read_prompts(path, num_prompts)]
+    return [row for _, row in _read_prompts(path, num_prompts)]
 
 
-def _read_prompts(path: str | Path, num_prompts: int | None) -> list[tuple[int, dict, Row]]:
+def _read_prompts(path: str | Path, num_prompts: int | None) -> list[tuple[int, Row]]:
     prompts = []
     for number, content in islice(read_json_lines(path), num_prompts):
         try:
             row = read_prompt(content, dict.fromkeys(content, Json()))
-            prompts.append((number, content, without_answer(row)))
+            prompts.append((number, without_answer(row)))
         except RowError as error:
             raise ValueError(f"{path}, line {number}: {error}.") from None
     if not prompts:

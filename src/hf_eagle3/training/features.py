@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from accelerate import PartialState
 from datasets import Dataset, load_from_disk
 from filelock import FileLock
@@ -28,7 +29,7 @@ from ..files import UNFINISHED, write_atomically
 from ..remote_code.draft_model_eagle3 import fingerprint
 from ..remote_code.target_eagle3 import device_of, is_sharded, table_of
 from .arguments import Eagle3TrainingArguments
-from .target_states import TargetStates
+from .target_states import PADDING_ON_CPU, TargetStates
 
 
 if TYPE_CHECKING:
@@ -283,8 +284,9 @@ def write_shard(
         of_batch = [stored(each[:length], dtype) for each, length in zip(states, batch_lengths)]
         for row in of_batch:  # of what training will read, which may be rounded
             last = as_read(row)["states"][None, :, -1].to(last.device, target_states.target.dtype)
-            best, log_sums = target_states.summary(last)
-            row |= {"best_tokens": best[0].cpu(), "log_sums": log_sums[0].cpu()}
+            best, log_sums = target_states.summary(F.pad(last, (0, 0, 0, -last.shape[1] % PADDING_ON_CPU)))
+            length = last.shape[1]
+            row |= {"best_tokens": best[0, :length].cpu(), "log_sums": log_sums[0, :length].cpu()}
         if folder is not None:
             rows, lengths = rows + of_batch, lengths + batch_lengths
     if folder is None:

@@ -192,7 +192,9 @@ def fit_rows(
     """
     args = trainer.given_args
     # Only batches without padding keep packed documents apart, and `SFTTrainer` would pack rows as if each were one.
-    if (packing or not trainer.padding_free) and "seq_lengths" in get_dataset_column_names(dataset):
+    # It also cuts rows without cutting these lengths.
+    is_cut = args.max_length is not None
+    if (packing or is_cut or not trainer.padding_free) and "seq_lengths" in get_dataset_column_names(dataset):
         dataset = split_documents(dataset, name)
     is_wrapped = packing and args.packing_strategy == "wrapped"  # into rows of `max_length` tokens, whatever these are
     if trainer.num_positions is not None:

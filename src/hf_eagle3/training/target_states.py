@@ -28,6 +28,10 @@ Features = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 # The most probable token of the whole vocabulary, and the log-sum-exp of its logits, at each position.
 Summary = tuple[torch.Tensor, torch.Tensor]
 
+# In bfloat16 on a CPU, torch compiles a kernel for each new shape of a product, which takes longer than the product. So rows have a
+# multiple of so many tokens.
+PADDING_ON_CPU = 64
+
 # Older transformers (5.17) counts attention chunks from the beginning of the row, not of the document.
 COUNTS_CHUNKS_BY_DOCUMENT = hasattr(masking_utils, "remap_positions_for_packed_sequence")
 

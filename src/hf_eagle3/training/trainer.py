@@ -24,6 +24,7 @@ from ..data.answers import locked
 from ..data.checks import check_prepared, first_row, report_dropped, row_lengths
 from ..data.encoded import read_whole
 from ..data.images import ImageCollator
+from ..data.rows import MASKS
 from ..environment import warn_of_slow_bfloat16
 from ..hub import repo_name
 from ..remote_code.configuration_eagle3 import Eagle3Config
@@ -49,7 +50,7 @@ from .preparation import (
 )
 from .record import check_resumption, check_unfinished, order_of_rows, rows_with_images
 from .saving import DraftSavingTrainer, check_output_folder
-from .target_states import TargetStates
+from .target_states import PADDING_ON_CPU, TargetStates
 from .ttt import TTTBatch, TTTOutput, documents_of, draft_loss, num_counted
 
 
@@ -57,7 +58,6 @@ logger = get_logger(__name__)
 
 # A fresh draft has no threshold, because only the probabilities of a trained one say which nodes to verify.
 CONFIDENCE_THRESHOLD = 0.02
-PADDING_ON_CPU = 64  # rows have a multiple of so many tokens
 
 
 class Eagle3Trainer(DraftSavingTrainer):
@@ -216,8 +216,9 @@ class Eagle3Trainer(DraftSavingTrainer):
         """Returns the rows of a store, or the train data: encoded, or checked if it is trained on as it is."""
         if store is not None:
             return store.dataset()
-        assert not isinstance(self.given_args.dataset_kwargs, str)  # the arguments check it
-        if not (self.given_args.dataset_kwargs or {}).get("skip_prepare_dataset", False):
+        args = self.given_args
+        assert not isinstance(args.dataset_kwargs, str)  # the arguments check it
+        if not (args.dataset_kwargs or {}).get("skip_prepare_dataset", False):
             # Now, because `SFTTrainer` looks at the first row before it prepares the data.
             self._encoded = encode(self, kwargs["train_dataset"], tokenizer, kwargs.get("formatting_func"), "train")
             return self._encoded
@@ -227,6 +228,14 @@ class Eagle3Trainer(DraftSavingTrainer):
             has_collator = kwargs.get("data_collator") is not None
             if not has_collator or "input_ids" in get_dataset_column_names(dataset):  # a collator may tokenize
                 check_prepared(dataset, self.target_vocab_size, name, may_be_padded=has_collator)
+            columns = get_dataset_column_names(dataset)
+            asked = [option for option in ("assistant_only_loss", "completion_only_loss") if getattr(args, option)]
+            asked += [each for each in columns if each in MASKS and each != "attention_mask"]
+            if asked and "labels" not in columns and not has_collator:
+                raise ValueError(
+                    f"{' and '.join(map(repr, asked))} would have no effect on the {name} data: with `skip_prepare_dataset=True` only "
+                    "`labels` say what is learned. Add them (-100 where nothing is learned), or leave `skip_prepare_dataset` out."
+                )
         return train
 
     def _complete_collator(self, store: FeatureStore | None, is_callers: bool) -> None:
@@ -235,7 +244,6 @@ class Eagle3Trainer(DraftSavingTrainer):
             self.data_collator = CheckedCollator(self.data_collator)
         elif isinstance(self.data_collator, DataCollatorForLanguageModeling):
             if self.args.bf16 and self.args.device.type == "cpu" and self.args.pad_to_multiple_of is None:
-                # In bfloat16, torch compiles a kernel for each new shape of a product, which takes longer than the product.
                 config = self.target_model.config.get_text_config(decoder=True)
                 longest = getattr(config, "max_position_embeddings", None) or PADDING_ON_CPU
                 self.data_collator.pad_to_multiple_of = math.gcd(PADDING_ON_CPU, longest)

@@ -209,15 +209,23 @@ class SampledVocabulary(NamedTuple):
         if num_drawn < num_others:
             log_weights = log_weights.masked_fill(~is_likely, math.log(num_others / num_drawn))
         log_weights = log_weights[tokens]
-        if not hasattr(draft, "trained_head"):
+        has_own = hasattr(draft, "trained_head")
+        if not has_own and not hasattr(draft.lm_head, "base_layer"):
             weight = draft.lm_head.weight.index_select(0, tokens)
             return cls(tokens, log_weights, partial(F.linear, weight=weight, bias=log_weights.to(weight.dtype)))
-        logits_of = draft.trained_head(tokens)
+        logits_of = draft.trained_head(tokens) if has_own else selected_outputs(draft.lm_head, tokens)
         return cls(tokens, log_weights, lambda states: (logits := logits_of(states)) + log_weights.to(logits.dtype))
 
     def of_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns the sampled logits `(..., S)` of `logits` `(..., draft_vocab_size)`."""
         return logits[..., self.tokens] + self.log_weights
+
+
+def selected_outputs(layer: torch.nn.Module, places: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns a function that computes the outputs at some `places` `(S,)` of a linear layer without bias."""
+    if hasattr(layer, "base_layer"):  # an adapter of PEFT, of which `weight` has nothing
+        return lambda states: layer(states).index_select(-1, places)
+    return partial(F.linear, weight=layer.weight.index_select(0, places))
 
 
 def draft_loss(draft: DraftModel, batch: TTTBatch, steps: int, **kwargs: Any) -> TTTOutput:
