@@ -19,8 +19,9 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_eagle3.environment import environment, folder_or_hub_id, run_script
+from hf_eagle3.environment import environment
 from hf_eagle3.evaluation.drafts import load_draft
+from hf_eagle3.scripts import folder_or_hub_id, run_script
 
 
 @torch.no_grad()

@@ -37,13 +37,14 @@ from transformers import AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.baselines import BASELINES, DFlashForSpeculation, best_static_tree, measure_accuracies
-from hf_eagle3.environment import environment, folder_or_hub_id, run_script, what_differs
+from hf_eagle3.environment import environment, what_differs
 from hf_eagle3.evaluation import BenchmarkResults, load_prompts, plot_all, run_benchmark
 from hf_eagle3.evaluation.drafts import sampled_digest
 from hf_eagle3.evaluation.results import cells, markdown_table
 from hf_eagle3.evaluation.tasks import expand, task_name
 from hf_eagle3.files import write_atomically
 from hf_eagle3.remote_code.draft_model_eagle3 import weights_digest
+from hf_eagle3.scripts import folder_or_hub_id, run_script
 from hf_eagle3.tokenizer import load_tokenizer
 from hf_eagle3.training.budget import BY_TIME, SHORT, TimeBudget, TimedEagle3Trainer, train_for
 

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3TrainingArguments
-from hf_eagle3.environment import folder_or_hub_id, run_script
+from hf_eagle3.scripts import folder_or_hub_id, run_script
 
 
 def matrices(module) -> int:

@@ -17,8 +17,8 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from hf_eagle3.data import count_tokens, coverage, most_frequent_tokens
-from hf_eagle3.environment import folder_or_hub_id, run_script
 from hf_eagle3.evaluation import load_prompts
+from hf_eagle3.scripts import folder_or_hub_id, run_script
 
 
 def count_written(target, prompts: list[list[int]], max_new_tokens: int, **sampling) -> np.ndarray:

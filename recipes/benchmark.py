@@ -36,19 +36,7 @@ from transformers import AutoModelForCausalLM, CompileConfig, ProcessorMixin
 
 from hf_eagle3.checkpoints.target import load_on_device
 from hf_eagle3.data import ImageReader, num_positions
-from hf_eagle3.environment import (
-    DTYPES,
-    ScriptParser,
-    add_place_of_draft,
-    add_quantization,
-    environment,
-    folder_or_hub_id,
-    place_of_draft,
-    positive_integer,
-    run_script,
-    usable_device,
-    what_differs,
-)
+from hf_eagle3.environment import environment, what_differs
 from hf_eagle3.evaluation import (
     METHODS,
     BenchmarkResults,
@@ -66,6 +54,17 @@ from hf_eagle3.evaluation.tasks import OFFLINE, expand, task_name
 from hf_eagle3.files import write_atomically
 from hf_eagle3.remote_code.configuration_eagle3 import DEFAULT_TREE_SETTINGS, tree_settings
 from hf_eagle3.remote_code.draft_model_eagle3 import weights_digest
+from hf_eagle3.scripts import (
+    DTYPES,
+    ScriptParser,
+    add_place_of_draft,
+    add_quantization,
+    folder_or_hub_id,
+    place_of_draft,
+    positive_integer,
+    run_script,
+    usable_device,
+)
 from hf_eagle3.tokenizer import load_tokenizer, padded_inputs, read_template
 from hf_eagle3.training.models import load_processing_class
 

@@ -24,19 +24,18 @@ from transformers.generation.streamers import BaseStreamer
 from hf_eagle3 import Eagle3GenerationStats, Eagle3Step
 from hf_eagle3.checkpoints.target import load_on_device
 from hf_eagle3.drawing import NUM_DEPTHS, color, decode, describe_origin, describe_step, tree_svg
-from hf_eagle3.environment import (
+from hf_eagle3.environment import machine_name, public_name
+from hf_eagle3.evaluation.drafts import load_draft
+from hf_eagle3.remote_code.configuration_eagle3 import tree_settings
+from hf_eagle3.scripts import (
     DTYPES,
     ScriptParser,
     add_place_of_draft,
     folder_or_hub_id,
-    machine_name,
     place_of_draft,
-    public_name,
     run_script,
     usable_device,
 )
-from hf_eagle3.evaluation.drafts import load_draft
-from hf_eagle3.remote_code.configuration_eagle3 import tree_settings
 from hf_eagle3.tokenizer import PromptEncoder, load_tokenizer
 
 

@@ -19,19 +19,19 @@ import torch
 
 from hf_eagle3 import assist
 from hf_eagle3.checkpoints.target import load_on_device
-from hf_eagle3.environment import (
+from hf_eagle3.environment import environment
+from hf_eagle3.evaluation.drafts import load_draft
+from hf_eagle3.files import write_atomically
+from hf_eagle3.scripts import (
     DTYPES,
     ScriptParser,
     add_place_of_draft,
     add_quantization,
-    environment,
     folder_or_hub_id,
     place_of_draft,
     positive_integer,
     run_script,
 )
-from hf_eagle3.evaluation.drafts import load_draft
-from hf_eagle3.files import write_atomically
 from hf_eagle3.tokenizer import load_tokenizer
 
 

@@ -27,7 +27,7 @@ from huggingface_hub import HfApi
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints import WRITABLE, export, load_ends
 from hf_eagle3.checkpoints.files import check_new_folder, check_repo, operations, verifier_without_path
-from hf_eagle3.environment import ScriptParser, add_place_of_draft, folder_or_hub_id, place_of_draft, run_script
+from hf_eagle3.scripts import ScriptParser, add_place_of_draft, folder_or_hub_id, place_of_draft, run_script
 
 
 # A new branch begins with the files of the main branch, where a draft is of another format. These are its files.

@@ -21,7 +21,7 @@ from train import TargetConfig, TrainScriptArguments, make_trainer
 from trl import DatasetMixtureConfig
 
 from hf_eagle3 import Eagle3TrainingArguments
-from hf_eagle3.environment import run_script
+from hf_eagle3.scripts import run_script
 from hf_eagle3.training.parser import Eagle3Parser
 
 

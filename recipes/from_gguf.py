@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from hf_eagle3.checkpoints.files import check_new_folder
-from hf_eagle3.environment import ScriptParser, run_script
+from hf_eagle3.scripts import ScriptParser, run_script
 
 
 def main():

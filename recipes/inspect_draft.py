@@ -20,17 +20,17 @@ import torch
 from hf_eagle3.checkpoints import describe_engines, load_ends
 from hf_eagle3.checkpoints.target import load_on_device
 from hf_eagle3.drawing import describe_step, tree_text
-from hf_eagle3.environment import (
+from hf_eagle3.environment import is_path
+from hf_eagle3.evaluation.drafts import load_draft, method_of
+from hf_eagle3.remote_code.configuration_eagle3 import FLAGS, tree_settings
+from hf_eagle3.scripts import (
     ScriptParser,
     add_place_of_draft,
     folder_or_hub_id,
-    is_path,
     place_of_draft,
     positive_integer,
     run_script,
 )
-from hf_eagle3.evaluation.drafts import load_draft, method_of
-from hf_eagle3.remote_code.configuration_eagle3 import FLAGS, tree_settings
 from hf_eagle3.tokenizer import PromptEncoder, load_tokenizer
 
 

@@ -15,10 +15,10 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers import GenerationConfig
 
 from hf_eagle3 import Eagle3Config, Eagle3ForSpeculation
-from hf_eagle3.environment import ScriptParser, run_script
 from hf_eagle3.evaluation.results import markdown_table
 from hf_eagle3.hub import BENCHMARK_RECORD, TRAINING_RECORD, read_record, render_card, repo_name
 from hf_eagle3.hub.card import ENGINE_TAGS, TAGS, from_template
+from hf_eagle3.scripts import ScriptParser, run_script
 
 
 RECIPES = Path(__file__).parent

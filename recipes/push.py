@@ -11,9 +11,9 @@ After an interruption run it again: uploaded weights are not sent twice. `--dry_
 """
 
 from hf_eagle3 import Eagle3ForSpeculation
-from hf_eagle3.environment import ScriptParser, add_place_of_draft, folder_or_hub_id, place_of_draft, run_script
 from hf_eagle3.evaluation import BenchmarkResults
 from hf_eagle3.hub import check_license, push_draft, repo_name, write_draft
+from hf_eagle3.scripts import ScriptParser, add_place_of_draft, folder_or_hub_id, place_of_draft, run_script
 
 
 def main():

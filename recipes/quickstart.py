@@ -39,19 +39,12 @@ from trl import DatasetMixtureConfig, SFTConfig, SFTTrainer
 
 from hf_eagle3 import Eagle3TrainingArguments
 from hf_eagle3.checkpoints import target_class
-from hf_eagle3.environment import (
-    ScriptParser,
-    command_line,
-    folder_or_hub_id,
-    positive_integer,
-    public_name,
-    run_script,
-    what_differs,
-)
+from hf_eagle3.environment import public_name, what_differs
 from hf_eagle3.evaluation.tasks import expand, standard_library
 from hf_eagle3.file_checks import read_json
 from hf_eagle3.hub import write_records
 from hf_eagle3.making import FORMS
+from hf_eagle3.scripts import ScriptParser, command_line, folder_or_hub_id, positive_integer, run_script
 from hf_eagle3.tokenizer import load_tokenizer
 from hf_eagle3.training.budget import BY_TIME, SHORT, TimeBudget, TimedEagle3Trainer, train_for
 from hf_eagle3.training.optimizer import MuonWithAdamW, split_parameters

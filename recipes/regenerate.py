@@ -47,8 +47,9 @@ from hf_eagle3.data.regeneration import beginnings, has_texts, learners_of, rege
 from hf_eagle3.data.rows import read_template_kwargs
 from hf_eagle3.data.server import regenerate_by_server
 from hf_eagle3.data.values import RowError
-from hf_eagle3.environment import place_of_draft, run_script, warn_of_slow_bfloat16
+from hf_eagle3.environment import warn_of_slow_bfloat16
 from hf_eagle3.evaluation.drafts import load_draft
+from hf_eagle3.scripts import place_of_draft, run_script
 from hf_eagle3.tokenizer import load_tokenizer, read_template
 from hf_eagle3.training.arguments import check_integers, check_shares
 from hf_eagle3.training.models import load_processing_class

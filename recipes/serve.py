@@ -18,7 +18,8 @@ from transformers.cli.serve import Serve
 from transformers.utils.logging import log_levels
 
 from hf_eagle3 import assist
-from hf_eagle3.environment import (
+from hf_eagle3.evaluation.drafts import load_draft
+from hf_eagle3.scripts import (
     DTYPES,
     ScriptParser,
     add_place_of_draft,
@@ -27,7 +28,6 @@ from hf_eagle3.environment import (
     place_of_draft,
     run_script,
 )
-from hf_eagle3.evaluation.drafts import load_draft
 
 
 def main():

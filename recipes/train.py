@@ -70,7 +70,7 @@ from hf_eagle3.data.answers import features_of
 from hf_eagle3.data.messages import CONVERSATIONS
 from hf_eagle3.data.nulls import aligned, with_json
 from hf_eagle3.data.rows import check_no_line_is_empty, check_utf8
-from hf_eagle3.environment import command_line, errors_in_one_line, folder_or_hub_id, place_of_draft
+from hf_eagle3.scripts import command_line, errors_in_one_line, folder_or_hub_id, place_of_draft
 from hf_eagle3.training import FeatureStore
 from hf_eagle3.training.models import load_processing_class
 from hf_eagle3.training.parser import Eagle3Parser

@@ -30,9 +30,9 @@ from hf_eagle3.data import (
     most_frequent_tokens,
     plain_rows,
 )
-from hf_eagle3.environment import ScriptParser, folder_or_hub_id, run_script
 from hf_eagle3.hub.push import records_of, write_records
 from hf_eagle3.remote_code.draft_model_eagle3 import weights_digest
+from hf_eagle3.scripts import ScriptParser, folder_or_hub_id, run_script
 from hf_eagle3.tokenizer import load_tokenizer
 
 

@@ -116,7 +116,7 @@ def scripts_run_by(path: Path) -> list[list[str]]:
     ids=lambda each: each.name if isinstance(each, Path) else " ".join(each[:3]),
 )
 def test_commands_of_pages_and_help(place, words, monkeypatch):
-    monkeypatch.setattr("hf_eagle3.environment.folder_or_hub_id", str)  # such as outputs/quickstart/draft
+    monkeypatch.setattr("hf_eagle3.scripts.folder_or_hub_id", str)  # such as outputs/quickstart/draft
     script, *arguments = (word for word in words if word != "...")
     if "chat.yaml" in arguments:  # which the page itself has
         arguments = []

@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 from trl import TrlParser
 
-from ..environment import in_home, on_leaves, print_any_character, unknown_flags
+from ..environment import on_leaves
+from ..scripts import in_home, print_any_character, unknown_flags
 
 
 def as_number(value: Any) -> Any:

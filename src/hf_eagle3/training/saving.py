@@ -23,7 +23,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 from trl import SFTTrainer
 
 from ..checkpoints.files import check_folder, check_repo, verifier_without_path
-from ..environment import command_line, public_name
+from ..environment import public_name
 from ..files import write_atomically
 from ..hub import TRAINING_RECORD, card_on_hub, is_edited, read_record, render_card, write_records
 from ..hub.licenses import license_of
@@ -31,6 +31,7 @@ from ..hub.push import delete_other_benchmark, kept_tags
 from ..hub.records import weights_of
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.draft_model_eagle3 import DraftModel
+from ..scripts import command_line
 from .checkpoint import CHECKPOINT_FILES, list_files
 from .models import without_adapter
 from .record import training_record
