@@ -33,12 +33,12 @@ if find_spec("trl") is None:
 import torch
 from datasets import Dataset
 from tokenizers import ByteLevelBPETokenizer
-from train import TrainScriptArguments, load_data, rows_of
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
-from trl import DatasetMixtureConfig, SFTConfig, SFTTrainer
+from trl import SFTConfig, SFTTrainer
 
 from hf_eagle3 import Eagle3TrainingArguments
 from hf_eagle3.checkpoints import target_class
+from hf_eagle3.data import load_data, rows_of
 from hf_eagle3.environment import public_name, what_differs
 from hf_eagle3.evaluation.tasks import expand, standard_library
 from hf_eagle3.file_checks import read_json
@@ -68,8 +68,7 @@ OF_DRAFT += ("sampled_vocab_size", "ttt_row_share")
 
 def local_or_hub_dataset(name: str, split: str = "train") -> tuple[Dataset, list]:
     """What `recipes/train.py` takes as `--dataset_name`; the last rows are held out as prompts."""
-    arguments = TrainScriptArguments(dataset_name=name, dataset_train_split=split)
-    dataset = rows_of(load_data(arguments, DatasetMixtureConfig()), split)
+    dataset = rows_of(load_data(name, split=split), split)
     column = "messages" if "messages" in dataset.column_names else "text"
     if column not in dataset.column_names:
         raise ValueError(f"{name} has columns {dataset.column_names}, but neither 'messages' nor 'text'.")

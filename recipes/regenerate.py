@@ -37,11 +37,11 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object, parse_flag_from_env
 from huggingface_hub.utils import validate_repo_id
-from train import TargetConfig, TrainScriptArguments, load_configured_target, load_data, rows_of
+from train import TargetConfig, TrainScriptArguments, load_configured_data, load_configured_target
 from transformers import ProcessorMixin
 from trl import DatasetMixtureConfig
 
-from hf_eagle3.data import ImageReader, check_chat_template, plain_rows, shows_images
+from hf_eagle3.data import ImageReader, check_chat_template, plain_rows, rows_of, shows_images
 from hf_eagle3.data.answers import Output, push_dataset
 from hf_eagle3.data.regeneration import beginnings, has_texts, learners_of, regenerate_locally
 from hf_eagle3.data.rows import read_template_kwargs
@@ -130,7 +130,7 @@ def prompts_to_answer(script_args, args, target_config, mixture):
     Returns the data set of prompts, the tokenizer or processor (`None` if there is a server, and the tokenizer is not found), and
     whether the prompts are pieces of texts.
     """
-    dataset = rows_of(load_data(script_args, mixture), script_args.dataset_train_split)
+    dataset = rows_of(load_configured_data(script_args, mixture), script_args.dataset_train_split)
     dataset = plain_rows(dataset, script_args.dataset_train_split)
     is_continued = has_texts(dataset)
     if is_continued and shows_images(dataset):

@@ -25,12 +25,11 @@ and `test.jsonl`, or the output of `regenerate.py`. Rows may have images if the 
 """
 
 import argparse
-import glob
 import logging
 import sys
 import tempfile
 import traceback
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -39,46 +38,23 @@ if find_spec("trl") is None:
     raise SystemExit("This script needs more packages: pip install 'hf-eagle3[train]'")
 
 from accelerate import PartialState
-from datasets import (
-    Dataset,
-    DatasetDict,
-    Features,
-    IterableDataset,
-    ReadInstruction,
-    concatenate_datasets,
-    load_dataset,
-    load_from_disk,
-)
-from datasets.exceptions import DatasetGenerationError
+from datasets import DatasetDict
 from huggingface_hub import is_offline_mode
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.trainer_utils import get_last_checkpoint
-from trl import (
-    DatasetMixtureConfig,
-    ModelConfig,
-    ScriptArguments,
-    get_dataset,
-    get_peft_config,
-    get_quantization_config,
-)
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, get_peft_config, get_quantization_config
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.checkpoints import load_ends, target_class
-from hf_eagle3.data import read_json_lines, shows_images
-from hf_eagle3.data.answers import features_of
+from hf_eagle3.data import load_data, read_json_lines, rows_of, shows_images
+from hf_eagle3.data.loading import load_mixture
 from hf_eagle3.data.messages import CONVERSATIONS
-from hf_eagle3.data.nulls import aligned, with_json
-from hf_eagle3.data.rows import check_no_line_is_empty, check_utf8
 from hf_eagle3.scripts import command_line, errors_in_one_line, folder_or_hub_id, place_of_draft
 from hf_eagle3.training import FeatureStore
 from hf_eagle3.training.models import load_processing_class
 from hf_eagle3.training.parser import Eagle3Parser
 from hf_eagle3.training.record import non_defaults
-
-
-FILE_FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
-COMPRESSED = (".bz2", ".gz", ".lz4", ".xz", ".zst")  # `load_dataset` reads these
 
 
 @dataclass
@@ -143,13 +119,10 @@ class TargetConfig(ModelConfig):
     )
 
 
-def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) -> DatasetDict:
+def load_configured_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) -> DatasetDict:
     """
-    Returns the splits of data sets on the Hub, of a mixture of them, or of local files.
-
-    Raises:
-        ValueError: if the arguments name no data, or name it twice, or a file cannot be read.
-        FileNotFoundError: if there is no such file.
+    Returns the splits of the data set that the arguments name, or of a mixture. Raises `ValueError` if they name no data, or name it
+    twice.
     """
     name = script_args.dataset_name
     if mixture.datasets:
@@ -158,129 +131,14 @@ def load_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) 
                 f"`datasets` and `dataset_name` ({name}) both say what to learn from. Leave one of them out."
             )
         mixture.streaming |= script_args.dataset_streaming
-        if mixture.streaming and mixture.test_split_size is not None:
-            raise ValueError(
-                "`test_split_size` cannot split streams, whose rows are not counted. Leave out `streaming` (`--dataset_streaming`), or "
-                "`test_split_size` and the evaluation (`--eval_strategy no`)."
-            )
-        dataset = load_mixture(replace(mixture, test_split_size=None))
-        if mixture.test_split_size is None:
-            return dataset
-        # TRL splits without a seed. Processes, and a run that goes on after an interruption, must agree about the rows.
-        return dataset["train"].train_test_split(test_size=mixture.test_split_size, seed=0)
+        return load_mixture(mixture)
     if not name:
         what = (
             "train on" if script_args.features_dir is None else "evaluate on, or leave it out (`--eval_strategy no`)"
         )
         raise ValueError(f"There is no data. Say what to {what}: `--dataset_name`, or `datasets` in the YAML file.")
-    split = script_args.dataset_train_split.partition("[")[0]  # files are the only one, whatever its name
-    if Path(name, "state.json").is_file():  # by `Dataset.save_to_disk`
-        rows = load_from_disk(name)
-        return DatasetDict({split: rows.to_iterable_dataset() if script_args.dataset_streaming else rows})
-    if Path(name, "dataset_dict.json").is_file():  # by `DatasetDict.save_to_disk`
-        splits = load_from_disk(name)
-        if script_args.dataset_streaming:
-            splits = {each: rows.to_iterable_dataset() for each, rows in splits.items()}
-        return DatasetDict(splits)
-    suffix = Path(Path(name).stem if name.endswith(COMPRESSED) else name).suffix
-    if suffix in FILE_FORMATS and not Path(name).is_file():
-        raise FileNotFoundError(f"There is no file {name} (`--dataset_name`).")
-    written = sorted(Path(name).glob("rows-*.jsonl"))  # by `recipes/regenerate.py`
-    files, streaming = list(map(str, written)), script_args.dataset_streaming
-    if not files and Path(name).is_file():
-        if suffix not in FILE_FORMATS:
-            raise ValueError(f"The ending of {name} is not one of {sorted(FILE_FORMATS)} (`--dataset_name`).")
-        with Path(name).open("rb") as file:
-            is_blank = not file.read(2**16).strip() and not file.read(1)
-        if is_blank:
-            raise ValueError(f"{name} is empty. Pass a file with rows (`--dataset_name`).")
-        files = [name]
-    lines = files or sorted(map(str, Path(name).glob("*.jsonl")))
-    lines = [file for file in lines if file.endswith((".json", ".jsonl"))]
-
-    def load(features: Features | None = None) -> DatasetDict:
-        kwargs = {"streaming": streaming, "features": features}
-        if files:
-            data_files = {split: list(map(glob.escape, files))}  # brackets and the like are parts of names
-            return load_dataset(FILE_FORMATS.get(suffix, "json"), data_files=data_files, **kwargs)
-        return load_dataset(name, name=script_args.dataset_config, **kwargs)
-
-    def features_of_lines() -> Features | None:  # or the error says which line is broken
-        return features_of(row for file in lines for _, row in read_json_lines(file))
-
-    try:
-        try:
-            # A stream would fail in the middle of training, at the first row with other columns.
-            of_all = features_of_lines() if streaming and suffix != ".json" else None
-            loaded = load()
-            first = next(iter(loaded.values()))
-            for file in lines if PartialState().is_local_main_process else ():
-                check_utf8(file)
-            if first.info.builder_name != "json" or not Path(name).exists():
-                return loaded
-            if (features := first.features) is None:  # of a stream of an array, which is read whole in any case
-                whole = load_data(replace(script_args, dataset_streaming=False), mixture)
-                return DatasetDict({each: rows.to_iterable_dataset() for each, rows in whole.items()})
-            wanted = with_json(features)
-            if streaming:
-                changed = {each: wanted[each] for each in wanted if wanted[each] != features[each]}
-                wanted = Features({**with_json(of_all or features, is_stream=True), **changed})
-            if wanted == features:
-                return loaded
-            for file in lines:
-                check_no_line_is_empty(file)
-            return load(wanted)
-        except DatasetGenerationError:
-            if (features := features_of_lines()) is None:
-                raise
-            return load(with_json(features))
-    except DatasetGenerationError as error:
-        if not Path(name).exists():  # it is on the Hub
-            raise
-        cause = error.__cause__ or error
-        raise ValueError(f"{name} cannot be read: {cause}. Correct the file (`--dataset_name`).") from error
-    except OSError as error:
-        if Path(name).exists():
-            raise
-        raise OSError(
-            f"There is no file or folder {name} (`--dataset_name`), and the Hub gave none: {error}"
-        ) from error
-
-
-def load_mixture(mixture: DatasetMixtureConfig) -> DatasetDict:
-    """
-    Returns the rows of a mixture. TRL does not concatenate conversations whose messages have other keys, as if only some data sets have
-    tool calls.
-    """
-    try:
-        return get_dataset(mixture)
-    except ValueError:
-        shares = [each.fraction for each in mixture.datasets]
-        alone = [replace(mixture, datasets=[replace(each, fraction=None)]) for each in mixture.datasets]
-        parts = aligned([get_dataset(each)["train"] for each in alone])
-        if parts is None or len({share is None for share in shares}) > 1 or (mixture.streaming and None not in shares):
-            raise
-        if None not in shares:
-            num_rows = min(len(part) / share for part, share in zip(parts, shares) if share)
-            parts = [part.select(range(round(share * num_rows))) for part, share in zip(parts, shares)]
-        return DatasetDict(train=concatenate_datasets(parts))
-
-
-def rows_of(dataset: DatasetDict, split: str) -> Dataset | IterableDataset:
-    """
-    Returns the rows of a split, or of a part of one as in `train[:1000]`. Raises `ValueError` if there is no such split.
-    """
-    if split in dataset:
-        return dataset[split]
-    try:
-        parts = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in dataset.items()})
-    except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"There is no split {split!r}. Choose one of {sorted(dataset)}, or a part of one (`train[:1000]`) if it is not streamed, by "
-            "`--dataset_train_split` and, for evaluation, `--dataset_test_split`. Local data has a test split if it is a folder "
-            "with `train.jsonl` and `test.jsonl`. `--eval_strategy no` needs none."
-        ) from error
-    return concatenate_datasets([dataset[part.splitname].select(range(part.from_, part.to)) for part in parts])
+    split, streaming = script_args.dataset_train_split, script_args.dataset_streaming
+    return load_data(name, script_args.dataset_config, split, streaming)
 
 
 def load_configured_target(
@@ -344,7 +202,7 @@ def make_trainer(
         train_dataset = FeatureStore(script_args.features_dir)
         training_args.packing = False  # extraction has packed the rows, or not
     if train_dataset is None or evaluates:
-        dataset = load_data(script_args, mixture)
+        dataset = load_configured_data(script_args, mixture)
         eval_dataset = rows_of(dataset, script_args.dataset_test_split) if evaluates else None
         train_dataset = train_dataset or rows_of(dataset, script_args.dataset_train_split)
     trust = {"trust_remote_code": training_args.trust_remote_code}

@@ -13,10 +13,12 @@ may be a Hub id, a folder of JSON Lines files, or a file (JSON, Parquet, text), 
 A record of the draft's training (`training.json`) is copied for the new draft's card, without the results of its evaluation.
 """
 
+from importlib.util import find_spec
 from pathlib import Path
 
-from train import TrainScriptArguments, load_data, rows_of
-from trl import DatasetMixtureConfig
+
+if find_spec("trl") is None:
+    raise SystemExit("This script needs more packages: pip install 'hf-eagle3[train]'")
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints.files import check_new_folder
@@ -27,8 +29,10 @@ from hf_eagle3.data import (
     coverage,
     encode_rows,
     kind_of_data,
+    load_data,
     most_frequent_tokens,
     plain_rows,
+    rows_of,
 )
 from hf_eagle3.hub.push import records_of, write_records
 from hf_eagle3.remote_code.draft_model_eagle3 import weights_digest
@@ -74,8 +78,8 @@ def main():
             f"python recipes/export.py {args.draft} --to speculators --target {name} --output_dir NEW_FOLDER"
         )
     tokenizer = load_tokenizer(name)
-    data = TrainScriptArguments(dataset_name=args.dataset_name, dataset_train_split=args.dataset_train_split)
-    dataset = plain_rows(rows_of(load_data(data, DatasetMixtureConfig()), args.dataset_train_split), "train")
+    split = args.dataset_train_split
+    dataset = plain_rows(rows_of(load_data(args.dataset_name, split=split), split), "train")
     kind = kind_of_data(dataset, "text", "train")
     is_chat = kind in ("messages", "conversations")
     if is_chat:

@@ -16,9 +16,10 @@ from datasets import DatasetInfo, load_dataset
 from forked import run_forked
 from huggingface_hub import DatasetCard, DatasetCardData
 from messages import assistant, user
-from trl import DatasetMixtureConfig
 
-from hf_eagle3.data.answers import Output, features_of, push_dataset, rows_in
+from hf_eagle3.data import load_data, loading
+from hf_eagle3.data.answers import Output, push_dataset, rows_in
+from hf_eagle3.data.loading import features_of
 from hf_eagle3.data.nulls import without_nulls
 
 
@@ -177,15 +178,14 @@ def test_what_is_refused(tmp_path, data, run_recipe):
 @pytest.mark.parametrize("streaming", [False, True])
 def test_what_only_later_rows_have(tmp_path, monkeypatch, streaming):
     """`datasets` takes the columns from the first rows that it reads."""
-    script, call = load_script("recipes/train.py"), {"type": "function", "function": {"name": "f", "arguments": "{}"}}
-    monkeypatch.setattr(script, "load_dataset", partial(load_dataset, chunksize=100))
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    monkeypatch.setattr(loading, "load_dataset", partial(load_dataset, chunksize=100))
     output, plain = Output(tmp_path / "out", {}), [user("a" * 100)]
     later = [*plain, assistant("", reasoning_content="hm", tool_calls=[call])]
     for row in range(3):
         output.write(row, {"messages": plain})
     output.write(3, {"messages": later, "tools": "[{}]", "chat_template_kwargs": {"think": True}})
-    args = script.TrainScriptArguments(dataset_name=str(tmp_path / "out"), dataset_streaming=streaming)
-    rows = list(script.load_data(args, DatasetMixtureConfig())["train"])
+    rows = list(load_data(tmp_path / "out", streaming=streaming)["train"])
     assert without_nulls(rows[0]) == {"row": 0, "messages": plain}
     assert without_nulls(rows[3])["messages"] == later
     assert rows[3]["tools"] == "[{}]" and rows[3]["chat_template_kwargs"] == {"think": True}

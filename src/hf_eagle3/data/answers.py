@@ -4,12 +4,10 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-from datasets import DatasetInfo, Features
+from datasets import DatasetInfo
 from filelock import FileLock, Timeout
 from huggingface_hub import CommitInfo, CommitOperationAdd, DatasetCard, DatasetCardData, HfApi
 from tqdm.auto import tqdm
@@ -20,6 +18,7 @@ from ..files import write_atomically
 from .conversation import Conversation
 from .encoded import MAX_LOST_SHARE
 from .images import with_unread_images
+from .loading import features_of
 from .rows import summary
 from .values import RowError, date_as_text
 
@@ -196,21 +195,6 @@ def rows_in(paths: Iterable[Path]) -> Iterator[dict]:
                     "row is answered again."
                 )
             yield row
-
-
-def features_of(rows: Iterator[dict]) -> Features | None:
-    """
-    Returns the columns, and the keys of messages, of all rows. `load_dataset` takes them from the first 10 MB of a file, and
-    fails at the first tool call after that. `None` if one column has values of several types, or there are no rows.
-    """
-    schemas = []
-    try:
-        while batch := list(islice(rows, 1000)):
-            schemas.append(pa.schema(pa.array(batch).type))
-        schema = pa.unify_schemas(schemas, promote_options="permissive") if schemas else None
-        return None if schema is None else Features.from_arrow_schema(schema)
-    except (pa.ArrowInvalid, pa.ArrowTypeError):
-        return None
 
 
 def complete_lines(path: Path) -> Iterator[str]:

@@ -5,10 +5,8 @@ values, and `nulls.py` takes out what Arrow added.
 A row is read before anything else happens to it. An error names the row, says what is wrong and what to do.
 """
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from .messages import CONVERSATIONS, read_messages, refuse_json
@@ -426,66 +424,3 @@ def summary(problems: Iterable[tuple[int, str]]) -> str:
     if len(by_reason) > NUM_SHOWN:
         parts.append(f"And {sum(map(len, list(by_reason.values())[NUM_SHOWN:]))} more rows, for other reasons.")
     return " ".join(parts)
-
-
-def check_utf8(path: str | Path) -> None:
-    """Raises `ValueError` if a line of a file is not in UTF-8. Arrow says so only when it reads the row, without the file's name."""
-    with Path(path).open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                line.decode()
-            except UnicodeError as error:
-                raise ValueError(
-                    f"{path}, line {number} is not in UTF-8: {error}. Rewrite the line in UTF-8."
-                ) from None
-
-
-def check_no_line_is_empty(path: str | Path) -> None:
-    """
-    Raises `ValueError` if a line of a file is empty, unless the file is an array. `datasets` cannot read columns of type `Json` beside an
-    empty line.
-    """
-    with Path(path).open("rb") as file:
-        if next(filter(bytes.strip, file), b"").lstrip().startswith(b"["):
-            return
-        file.seek(0)
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                raise ValueError(
-                    f"{path}, line {number} is empty, and `datasets` would not read nulls and dates as they are. Remove the line."
-                )
-
-
-def read_json_lines(path: str | Path) -> Iterator[tuple[int, dict]]:
-    """
-    Yields the objects of a JSON Lines file with the numbers of their lines, from 1.
-
-    Args:
-        path (`str` or `Path`): The file, in UTF-8.
-
-    Raises:
-        ValueError: if a line is not a JSON object. The message names the file and the line.
-    """
-    with Path(path).open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8-sig"))  # Windows begins files with a byte order mark
-                json.dumps(row, ensure_ascii=False).encode()  # fails for a lone surrogate, which tokenizers refuse
-            except UnicodeError as error:
-                raise ValueError(
-                    f"{path}, line {number} is not in UTF-8: {error}. Rewrite the line in UTF-8."
-                ) from None
-            except ValueError as error:
-                beginning = line.decode("utf-8").rstrip()[:80]
-                raise ValueError(
-                    f"{path}, line {number} is not JSON ({error}): {beginning!r}. Expected one object a line, such as "
-                    '{"messages": [...]}. Rewrite a file that holds one array, or objects over several lines.'
-                ) from None
-            if not isinstance(row, dict):
-                raise ValueError(
-                    f'{path}, line {number} is {shown(row)}, but must be an object, such as {{"messages": [...]}}. Write the '
-                    "objects of an array one a line."
-                )
-            yield number, row

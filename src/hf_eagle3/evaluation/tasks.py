@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..data.images import ImageReader
-from ..data.rows import Row, read_json_lines, read_prompt
+from ..data.loading import read_json_lines
+from ..data.rows import Row, read_prompt
 from ..data.values import RowError
 from ..tokenizer import PromptEncoder
 from .benchmark import Prompt
