@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from datasets import DatasetInfo
-from filelock import FileLock, Timeout
 from huggingface_hub import CommitInfo, CommitOperationAdd, DatasetCard, DatasetCardData, HfApi
 from tqdm.auto import tqdm
 
 from ..environment import what_differs, without_paths
 from ..file_checks import read_json
-from ..files import write_atomically
+from ..files import locked, write_atomically
 from .conversation import Conversation
 from .encoded import MAX_LOST_SHARE
 from .images import with_unread_images
@@ -161,24 +160,6 @@ class Output:
             parts.append(f"{len(self.left_out)} rows were left out. {summary(sorted(self.left_out.items()))}")
             parts.append(f"To try them again, delete {self.left_out_file.parent / LEFT_OUT} and run the same command.")
         return " ".join(parts)
-
-
-def locked(path: Path, folder: str | Path | None = None) -> FileLock:
-    """
-    Locks a file until the returned lock is gone. This process may lock it again. Raises `ValueError` if another process has. The
-    lock is for `folder`, or else for that of the file.
-    """
-    # A soft lock would outlive a killed process.
-    lock = FileLock(path, is_singleton=True, fallback_to_soft=False)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise ValueError(
-            f"Another run writes to {folder or path.parent}. Wait until it has ended, or choose another folder."
-        ) from None
-    except (NotImplementedError, OSError) as error:
-        logger.debug(f"{path} is in a file system without locks: {error}")
-    return lock
 
 
 def rows_in(paths: Iterable[Path]) -> Iterator[dict]:

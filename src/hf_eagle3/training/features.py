@@ -21,11 +21,10 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ..data.answers import locked
 from ..data.checks import row_lengths
 from ..environment import public_name
 from ..file_checks import read_json
-from ..files import UNFINISHED, write_atomically
+from ..files import UNFINISHED, locked, write_atomically
 from ..remote_code.draft_model_eagle3 import fingerprint
 from ..remote_code.target_eagle3 import device_of, is_sharded, table_of
 from .arguments import Eagle3TrainingArguments

@@ -20,12 +20,12 @@ from trl.data_utils import get_dataset_column_names
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..data import ImageReader, num_positions, shows_images
-from ..data.answers import locked
 from ..data.checks import check_prepared, first_row, report_dropped, row_lengths
 from ..data.encoded import read_whole
 from ..data.images import ImageCollator
 from ..data.rows import MASKS
 from ..environment import warn_of_slow_bfloat16
+from ..files import locked
 from ..hub import repo_name
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.draft_model_eagle3 import DraftModel
