@@ -217,15 +217,15 @@ def store_draft_vocabulary(draft: DraftModel, token_ids: torch.Tensor) -> None:
 
 
 def meet_target(draft: DraftModel, target: PreTrainedModel) -> None:
-    """Checks the table of a draft of another format, and gives it a head if it stores none. Unpacks it if it is packed."""
+    """Warns if the table of a draft is not the target's, and gives it a head if it stores none. Unpacks it if it is packed."""
     if hasattr(draft, "ct_decompress_hook"):  # of compressed-tensors, before a `forward` that decoding does not call
         draft._forward_pre_hooks[draft.ct_decompress_hook.id](draft, ())
-    check_table(draft, target)
+    warn_of_unrelated_table(draft, target)
     if draft.get_output_embeddings().out_features == 0 or draft._borrowed_head:
         borrow_head(draft, target)
 
 
-def check_table(draft: DraftModel, target: PreTrainedModel) -> None:
+def warn_of_unrelated_table(draft: DraftModel, target: PreTrainedModel) -> None:
     """Warns if a draft that does not know its target stores an embedding table that is unrelated to the target's."""
     if not draft.config.has_own_embed_tokens or draft.config.verifier_fingerprint is not None:
         return

@@ -153,10 +153,10 @@ def read_and_mend(
     if not is_ours:
         info["unexpected_keys"].difference_update(OF_TARGET)
         sort_tokens(draft, info)
-        check_order(draft, source)
+        warn_of_layer_order(draft, source)
     mend_mapping(draft, info, source, variant=kwargs.get("variant"), **hub_kwargs)
     if is_of_speculators:
-        check_layer_ids(draft)
+        warn_of_output_ids(draft)
         name, flag = "norm_before_residual", draft.config.norm_before_residual
         if content.get(name) is None and not flag and name not in kwargs:
             logger.warning_once(
@@ -223,7 +223,7 @@ def sort_tokens(draft: DraftModel, info: dict[str, Any]) -> None:
             weight.data = weight.data[order]
 
 
-def check_order(draft: DraftModel, source: str | Path) -> None:
+def warn_of_layer_order(draft: DraftModel, source: str | Path) -> None:
     """Warns if a draft names layers of its target twice, or in another order than the target computes them."""
     ids = draft.config.eagle_aux_hidden_state_layer_ids or []
     if ids == sorted(set(ids)):
@@ -258,7 +258,7 @@ def check_num_states(draft: DraftModel, info: dict[str, Any], source: str | Path
     )
 
 
-def check_layer_ids(draft: DraftModel) -> None:
+def warn_of_output_ids(draft: DraftModel) -> None:
     """Warns if a draft of the speculators format has the usual ids of outputs of layers, which a converter may have kept."""
     ids = draft.config.eagle_aux_hidden_state_layer_ids or [0]
     depth = ids[-1] + 4  # of a target for which they would be the usual ones
