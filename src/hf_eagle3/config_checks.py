@@ -25,7 +25,7 @@ NEUTRAL_KEYS = {
     "embed_requires_grad",
     "enable_sp_ulysses",
     "inference_type",
-    "num_depths",
+    "num_depths",  # of a parallel draft's training
     "tie_word_embeddings",
     "torch_dtype",
     "use_cache",

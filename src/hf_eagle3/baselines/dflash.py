@@ -36,7 +36,7 @@ from ..tensor_names import HUB_ARGUMENTS, find
 from ..training.ttt import TTTBatch, UnrollStep, selected_outputs
 from .baseline import BaselineConfig, BaselineDraft
 from .block_tree import grow_block_tree, grow_markov_tree
-from .dflash_layout import flat_form, nested_form, spread_layer_ids
+from .dflash_layout import spread_layer_ids, to_fields, to_zlab
 from .dflash_training import BlockCache, draw_rows
 
 
@@ -130,22 +130,22 @@ class DFlashConfig(BaselineConfig):
     @classmethod
     def recognizes(cls, content: dict[str, Any], source: str | Path) -> bool:
         """See [`BaselineConfig.recognizes`]."""
-        return super().recognizes(nested_form(content), source)
+        return super().recognizes(to_fields(content), source)
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """See [`~transformers.PreTrainedConfig.get_config_dict`]."""
         content, kwargs = super().get_config_dict(*args, **kwargs)
-        return nested_form(content) if content else content, kwargs
+        return to_fields(content) if content else content, kwargs
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """See [`Eagle3Config.from_dict`]. Takes z-lab's layout, that of `speculators`, and that of [`to_dict`]."""
-        return super().from_dict(nested_form(config_dict), **kwargs)
+        return super().from_dict(to_fields(config_dict), **kwargs)
 
     def to_diff_dict(self) -> dict[str, Any]:
         """Returns what is saved: z-lab's layout."""
-        return flat_form(self.to_dict())
+        return to_zlab(self.to_dict())
 
 
 class DFlashAttention(Eagle3Attention):

@@ -28,7 +28,7 @@ KINDS = ("dflash", "dspark")  # values of `speculators_model_type` and `projecto
 OTHER_KEYS = ("target_hidden_size", *TOKEN_KEYS, "dtype", "torch_dtype", "transformers_version")
 OLD_ROPE_KEYS = {"rope_scaling", "rope_theta"}
 # Keys of the layers: all that transformers' Qwen3 has beyond any model's.
-LAYER_KEYS = Qwen3Config().to_dict().keys() - PreTrainedConfig().to_dict().keys() - {*TOKEN_KEYS} | OLD_ROPE_KEYS
+QWEN3_KEYS = Qwen3Config().to_dict().keys() - PreTrainedConfig().to_dict().keys() - {*TOKEN_KEYS} | OLD_ROPE_KEYS
 FACTORS = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 BLOCK_KEYS = ("block_size", "mask_token_id", *FACTORS)
 CAUSAL_KEYS = ("is_causal", "causal", "causal_head")  # z-lab's and vLLM's names, and JetSpec's
@@ -71,31 +71,30 @@ OPEN_KEYS = (
 OPTIONAL_OPEN_KEYS = ("draft_vocab_size", "method", "training_framework", "training_framework_version", "verifier")
 
 
-def nested_form(content: dict[str, Any]) -> dict[str, Any]:
+def to_fields(content: dict[str, Any]) -> dict[str, Any]:
     """
     Returns the fields of a [`DFlashConfig`], given them or a `config.json` in z-lab's layout, that of `speculators`, or the Open Spec
     Config. Raises `ValueError` if it is not a block draft's, or has unknown keys.
     """
     if "open_spec_config_version" in content:
-        content = of_open_spec(content)
+        content = open_spec_to_speculators(content)
     if content.get("speculators_model_type") in KINDS:
-        return of_speculators(content)
+        return fields_of_speculators(content)
     is_flat = content.get("model_type") in ("qwen3", None) or content.keys() & {"dflash_config", "target_layer_ids"}
-    return of_zlab(content) if is_flat and "transformer_layer_config" not in content else content
+    return fields_of_zlab(content) if is_flat and "transformer_layer_config" not in content else content
 
 
-def of_zlab(content: dict[str, Any]) -> dict[str, Any]:
+def fields_of_zlab(content: dict[str, Any]) -> dict[str, Any]:
     """
     Returns the fields of a [`DFlashConfig`], given a `config.json` in z-lab's layout, in which ids of layers count outputs: `k` is the
-    state that enters layer `k + 1`, and -1 is the embedding. For errors see [`nested_form`].
+    state that enters layer `k + 1`, and -1 is the embedding. For errors see [`to_fields`].
     """
     if content.get("config_digest") not in (None, digest_of(content)):
         raise ValueError(
             "This config.json is not what was saved. Download it again, or remove `config_digest` if you changed it on purpose."
         )
-    content = {
-        key: value for key, value in content.items() if value not in (None, "None")
-    }  # Model-Optimizer writes this
+    # Model-Optimizer writes the string "None" for null.
+    content = {key: value for key, value in content.items() if value not in (None, "None")}
     dflash: dict[str, Any] = {}
     for key in ("dflash_config", "dspark_config"):
         if not isinstance(place := content.get(key) or {}, dict):
@@ -104,7 +103,7 @@ def of_zlab(content: dict[str, Any]) -> dict[str, Any]:
     if content.get("aux_hidden_states_layer_ids") == dflash.get("target_layer_ids"):  # AngelSlim repeats them
         content.pop("aux_hidden_states_layer_ids", None)
     if is_automodel := content.get("architectures") == ["Qwen3DFlashDraftModel"]:
-        content = of_automodel(content, dflash)
+        content = without_unread_keys(content, dflash)
     is_qwen3, unknown = content.get("model_type", "qwen3") == "qwen3", unknown_in(content, TOP_KEYS)
     if is_automodel or not is_qwen3:  # what is about the target may be there, too
         unknown = {key for key in unknown if not is_neutral(key)}
@@ -116,7 +115,7 @@ def of_zlab(content: dict[str, Any]) -> dict[str, Any]:
         placed["target_layer_ids"] = default_layer_ids(placed)
     layer_ids = checked_layer_ids("target_layer_ids", placed, first=-1)
     is_causal, uses_windows = agreed(placed, CAUSAL_KEYS), agreed(placed, ["use_swa"])
-    layer_config = {key: content[key] for key in content.keys() & LAYER_KEYS - OLD_ROPE_KEYS}
+    layer_config = {key: content[key] for key in content.keys() & QWEN3_KEYS - OLD_ROPE_KEYS}
     # Block drafts take one position per token, whatever their target.
     rope = {key: value for key, value in rope_of(content).items() if key not in NEUTRAL_ROPE_KEYS}
     has_windows = "sliding_attention" in str(content.get("layer_types"))
@@ -151,7 +150,7 @@ def of_zlab(content: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def of_automodel(content: dict[str, Any], dflash: dict[str, Any]) -> dict[str, Any]:
+def without_unread_keys(content: dict[str, Any], dflash: dict[str, Any]) -> dict[str, Any]:
     """
     Returns a configuration of NeMo Automodel without what it copied from a target like Qwen3.5, and its Qwen3 layers do not read. They
     rotate whole heads. Its JetSpec drafts are causal by `dflash_config`, whatever stands beside it.
@@ -256,7 +255,7 @@ def check_unknown(unknown: Iterable[str], content: dict[str, Any]) -> None:
         )
 
 
-def of_open_spec(content: dict[str, Any]) -> dict[str, Any]:
+def open_spec_to_speculators(content: dict[str, Any]) -> dict[str, Any]:
     """
     Returns a `config.json` in the layout of `speculators`, given one in the Open Spec Config that its later versions write. There
     the keys of the layers stand at the top level. `target_layer_start_idx` says what ids of layers count: 0 outputs, 1 inputs.
@@ -293,7 +292,7 @@ def of_open_spec(content: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def of_speculators(content: dict[str, Any]) -> dict[str, Any]:
+def fields_of_speculators(content: dict[str, Any]) -> dict[str, Any]:
     """
     Returns the fields of a [`DFlashConfig`], given a `config.json` of a DFlash or DSpark draft of `speculators`. There, ids of layers
     count inputs, so `k` is the state that enters layer `k`. Raises `ValueError` if something is missing or ambiguous, or
@@ -336,7 +335,7 @@ def checked_layer_ids(name: str, content: dict[str, Any], first: int = 0) -> lis
     return ids
 
 
-def flat_form(fields: dict[str, Any]) -> dict[str, Any]:
+def to_zlab(fields: dict[str, Any]) -> dict[str, Any]:
     """
     Returns a `config.json` in z-lab's layout, given the fields of a [`DFlashConfig`]. For DSpark it is in DeepSpec's, which has all at the
     top level.
@@ -349,7 +348,7 @@ def flat_form(fields: dict[str, Any]) -> dict[str, Any]:
     if fields.get("is_causal") is not None:
         of_block |= dict.fromkeys(("causal", "causal_head"), fields["is_causal"])
     content = {
-        **{key: value for key, value in fields["transformer_layer_config"].items() if key in LAYER_KEYS},
+        **{key: value for key, value in fields["transformer_layer_config"].items() if key in QWEN3_KEYS},
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "block_size": fields["block_size"],
@@ -367,7 +366,7 @@ def flat_form(fields: dict[str, Any]) -> dict[str, Any]:
 
 def digest_of(content: dict[str, Any]) -> str:
     """SHA-256 of the fields that change what a draft computes, in a `config.json` in z-lab's layout."""
-    names = (*LAYER_KEYS, *OUR_KEYS, *DSPARK_KEYS, *BLOCK_KEYS, *CAUSAL_KEYS, "dflash_config", "target_layer_ids")
+    names = (*QWEN3_KEYS, *OUR_KEYS, *DSPARK_KEYS, *BLOCK_KEYS, *CAUSAL_KEYS, "dflash_config", "target_layer_ids")
     names = (*names, "quantization_config")
     facts = {name: content[name] for name in sorted(names) if name in content and name != "weights_digest"}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

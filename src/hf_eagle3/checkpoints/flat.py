@@ -18,7 +18,7 @@ from .keys import (
     LAYER_KEYS,
     REQUIRED_KEYS,
     TOKEN_KEYS,
-    check_keys,
+    check_flat_keys,
     flags_of,
     format_of,
     layer_config_of,
@@ -56,7 +56,7 @@ def read(config: dict, tensors: dict[str, torch.Tensor]) -> tuple[Eagle3Config, 
     check_kind(config, flags, ours)
     check_parts(ours, config)
     rope = rope_of(config)
-    check_keys(config, flags)
+    check_flat_keys(config, flags)
     complete(ours, report, config)
     assumed: dict[str, Any] = {}
     layer_config = layer_config_of(config, flags, rope, ours, assumed)

@@ -64,7 +64,7 @@ EXPECTED = {
 # Our exports write the exact ids here, because programs count `eagle_aux_hidden_state_layer_ids` differently.
 EXACT_IDS = "eagle_aux_hidden_state_input_ids"
 # Keys that do not change what a draft computes, or that are checked elsewhere.
-NEUTRAL_KEYS = {
+FLAT_NEUTRAL_KEYS = {
     *(NEUTRAL_LAYER_KEYS - {*LAYER_KEYS, "layer_types"}),
     "allow_global_per_layer_attribute_access",  # about the Python object; NeMo Automodel writes it for Gemma 4
     "attention_head_dim",
@@ -76,7 +76,6 @@ NEUTRAL_KEYS = {
     "full_attention_interval",
     "gradient_checkpointing",
     "modal_type",
-    "num_depths",  # of a parallel draft's training
     "num_target_layers",
     "org_vocab_size",
     "original_max_position_embeddings",
@@ -137,7 +136,7 @@ def mask_token_of(flags: dict) -> int | None:
 
 def is_neutral(key: str) -> bool:
     """Whether a key does not change what a draft computes, or is checked elsewhere."""
-    if key in NEUTRAL_KEYS or key.startswith("_") or re.search(NEUTRAL_PARTS, key):
+    if key in FLAT_NEUTRAL_KEYS or key.startswith("_") or re.search(NEUTRAL_PARTS, key):
         return True
     return "layer" not in key and re.fullmatch(NEUTRAL_NAMES, key) is not None
 
@@ -158,7 +157,7 @@ def keys_of_family(config: dict) -> set[str]:
     return {key for key in keys if not any(part in key for part in unsure)}
 
 
-def check_keys(config: dict, flags: dict) -> None:
+def check_flat_keys(config: dict, flags: dict) -> None:
     """Raises `ValueError`, naming the unknown keys that are not false, zero, empty or their default."""
 
     def unknown_keys(place: dict, known: set[str]) -> list[str]:
