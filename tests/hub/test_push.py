@@ -74,11 +74,13 @@ def test_everything_in_one_commit(hub, draft):
 
 
 def test_what_belongs_to_other_weights_goes(hub, draft):
-    """The configuration of an adapter makes peft look for weights that are gone."""
+    """The configuration of an adapter makes peft look for weights that are gone. Code of earlier versions goes, too."""
     push_draft(draft, REPO)
     others = ("adapter_config.json", "adapter_model.safetensors", "pytorch_model.bin", "pytorch_model.bin.index.json")
+    others += ("slots_eagle3.py",)
     files_of(hub).update(dict.fromkeys(others, b"{}"))
     kept = {"last-checkpoint/model.safetensors": b"of a training", "small/adapter_config.json": b"of another draft"}
+    kept |= {"my_eagle3.py": b"of its owner"}
     files_of(hub).update(kept)
     push_draft(draft, REPO)
     assert not files_of(hub).keys() & set(others) and "model.safetensors" in files_of(hub)

@@ -15,7 +15,14 @@ from huggingface_hub.errors import (
 )
 from transformers.utils import logging
 
-from ..checkpoints.files import check_new_folder, check_repo, full_name, operations, verifier_without_path
+from ..checkpoints.files import (
+    EARLIER_CODE,
+    check_new_folder,
+    check_repo,
+    full_name,
+    operations,
+    verifier_without_path,
+)
 from ..environment import is_path, public_name, without_paths
 from ..evaluation import BenchmarkResults
 from ..evaluation.plots import PLOTS
@@ -39,12 +46,12 @@ UNKNOWN_TARGET = (
     "not find it. Push with the target's name on the Hub (`recipes/push.py --target OWNER/NAME`), with a token that can read that, or "
     "from where its folder is."
 )
-# Files of an earlier push. They may belong to other weights, or another version of the code.
+# Files of an earlier push. They may belong to other weights, or an earlier version of the code. The code of others stays.
 EARLIER_FILES = (
     TRAINING_RECORD,
     BENCHMARK_RECORD,
     *PLOTS,
-    "*_eagle3.py",
+    *(f"{name}_eagle3.py" for name in EARLIER_CODE),
     "*.safetensors",
     "*.safetensors.index.json",
     "*.bin",
