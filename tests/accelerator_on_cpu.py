@@ -141,9 +141,8 @@ def main(families):
             if "cache_implementation" in settings and family in RECURRENT:  # which is refused
                 continue
             is_on_host = settings == {"max_new_tokens": 7}
-            if is_on_host and not hasattr(
-                generation, "move_to_device"
-            ):  # an older one, in which plain calls fail, too
+            # In an older one plain calls fail, too.
+            if is_on_host and not hasattr(generation, "move_to_device"):
                 continue
             accelerated_draft.generation_config.tree_policy = policy
             batch, settings = make_batch(lengths), {"max_new_tokens": 8, "do_sample": False, **settings}

@@ -217,9 +217,8 @@ def sort_tokens(draft: DraftModel, info: dict[str, Any]) -> None:
     if is_sorted:
         return
     for name, weight in draft.named_parameters():
-        if (
-            name.endswith(("lm_head.weight", "markov_w2.weight")) and len(weight) > 0
-        ):  # an empty one will be the target's
+        # An empty head will be the target's.
+        if name.endswith(("lm_head.weight", "markov_w2.weight")) and len(weight) > 0:
             weight.data = weight.data[order]
 
 

@@ -55,9 +55,8 @@ NUM_CANDIDATES = 1024
 def grow_markov_tree(
     root_tokens: torch.Tensor,  # (B, 1)
     logits: torch.Tensor,  # (B, D, V): of the tokens at each depth
-    markov_head: Callable[
-        [torch.Tensor, torch.Tensor], torch.Tensor
-    ],  # what tokens add to these logits of their children
+    # What tokens add to these logits of their children.
+    markov_head: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     token_ids: torch.Tensor | None,  # (V,): the target's ids of the draft vocabulary, if it differs
     plan: Plan,
     threshold: float = 0.0,

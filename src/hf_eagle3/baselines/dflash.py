@@ -302,10 +302,8 @@ class DFlashForSpeculation(BaselineDraft):
                 f"{pretrained_model_name_or_path} has a head of its own (`lm_head.weight`), but a DFlash draft uses its "
                 "target's. It is another kind of draft, or the head was saved by mistake: remove it then."
             )
-        source, hub_kwargs = (
-            pretrained_model_name_or_path,
-            {key: kwargs[key] for key in HUB_ARGUMENTS if key in kwargs},
-        )
+        source = pretrained_model_name_or_path
+        hub_kwargs = {key: kwargs[key] for key in HUB_ARGUMENTS if key in kwargs}
         path = None if source is None else find(source, "generation_config.json", **hub_kwargs)
         is_given = getattr(kwargs.get("generation_config"), "tree_depth", None) is not None
         if not is_given and (path is None or "tree_depth" not in read_json(path)):

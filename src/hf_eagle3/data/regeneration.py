@@ -78,9 +78,8 @@ def regenerate_locally(
     number of rows with an image that could not be reached. Another run tries them again.
     """
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
-    vocab_size = max(
-        vocab_size, getattr(target.get_input_embeddings(), "num_embeddings", 0)
-    )  # Mllama's has one for images
+    # Mllama's table has a token for images that its configuration does not count.
+    vocab_size = max(vocab_size, getattr(target.get_input_embeddings(), "num_embeddings", 0))
     tokenizer.pad_token = padding_token(tokenizer, vocab_size)
     try:
         tokenizer = add_response_schema(tokenizer)  # separates reasoning from answers

@@ -105,10 +105,11 @@ class PromptLookup(Proposer):
         self.is_finished = list(accepted.is_finished)
 
     def propose(self, plan: Plan, root_tokens: torch.Tensor, sampler: Sampler | None = None) -> DraftTree:
+        # Prompts of embeddings may have placeholders as tokens.
         guesses = [
             [token if 0 <= token < self.vocab_size else 0 for token in row.next_tokens(plan.depth)]
             for row in self.rows
-        ]  # prompts of embeddings may have placeholders as tokens
+        ]
         return DraftTree.chain(torch.cat([root_tokens, on_device(guesses, root_tokens.device)], dim=1))
 
     def select(self, rows: list[int]) -> None:
