@@ -39,7 +39,7 @@ from trl import SFTConfig, SFTTrainer
 from hf_eagle3 import Eagle3TrainingArguments
 from hf_eagle3.checkpoints import target_class
 from hf_eagle3.data import load_data, rows_of
-from hf_eagle3.environment import public_name, what_differs
+from hf_eagle3.environment import emulates_bfloat16, public_name, what_differs
 from hf_eagle3.evaluation.tasks import expand, standard_library
 from hf_eagle3.file_checks import read_json
 from hf_eagle3.hub import write_records
@@ -270,11 +270,11 @@ def parse_arguments() -> argparse.Namespace:
         "--repeats", type=positive_integer, default=1, help="How often to measure. By default %(default)s"
     )
     parser.add_argument("--seed", type=int, default=0)
-    # Many processors compute in bfloat16 only by emulation, at a third of float32's speed.
+    has_bfloat16 = not emulates_bfloat16(torch.device("cpu"))
     parser.add_argument(
         "--bf16",
         action=argparse.BooleanOptionalAction,
-        default=torch.cuda.is_bf16_supported() if torch.cuda.is_available() else torch.cpu._is_avx512_bf16_supported(),
+        default=torch.cuda.is_bf16_supported() if torch.cuda.is_available() else has_bfloat16,
         help="Train and compare in bfloat16. Its rounding can change texts at near ties. By default on if the hardware supports it",
     )
     args = parser.parse_args()
