@@ -32,7 +32,7 @@ if find_spec("datasets") is None:
     raise SystemExit("This script needs more packages: pip install 'hf-eagle3[train]'")
 
 import torch
-from transformers import AutoModelForCausalLM, CompileConfig, ProcessorMixin
+from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel, ProcessorMixin
 
 from hf_eagle3.checkpoints.target import load_on_device
 from hf_eagle3.data import ImageReader, num_positions
@@ -57,13 +57,14 @@ from hf_eagle3.remote_code.draft_model_eagle3 import weights_digest
 from hf_eagle3.scripts import (
     DTYPES,
     ScriptParser,
+    add_device,
     add_place_of_draft,
     add_quantization,
+    add_trust_remote_code,
     folder_or_hub_id,
     place_of_draft,
     positive_integer,
     run_script,
-    usable_device,
 )
 from hf_eagle3.tokenizer import load_tokenizer, padded_inputs, read_template
 from hf_eagle3.training.models import load_processing_class
@@ -80,7 +81,7 @@ def parse_arguments():
     parser.add_argument("--target", type=folder_or_hub_id, required=True, help="Target: a folder or a Hub id")
     parser.add_argument("--draft", type=folder_or_hub_id, help="Draft: a folder or a Hub id")
     add_place_of_draft(parser)
-    parser.add_argument("--trust_remote_code", action="store_true", help="Run code from the target's repo")
+    add_trust_remote_code(parser)
     parser.add_argument(
         "--assistant", type=folder_or_hub_id, help="Small model for the method `assistant`: a folder or a Hub id"
     )
@@ -124,8 +125,7 @@ def parse_arguments():
         "--dtype", choices=DTYPES, default="auto", help="Dtype of target and draft. By default each one's own"
     )
     add_quantization(parser)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", type=usable_device, default=device, help="By default a GPU, if there is one")
+    add_device(parser)
     for name, default in DEFAULT_TREE_SETTINGS.items():
         choices = ("auto", "static") if name == "tree_policy" else None
         parser.add_argument(f"--{name}", type=type(default), choices=choices, help="Overrides the draft's own setting")
@@ -249,17 +249,18 @@ def open_results(args, run: dict, missing: dict[str, str]) -> BenchmarkResults:
 def load_models(args, with_images: bool) -> dict:
     """Returns the target and the small model, by their arguments. Without a name the latter is `None`."""
     trust = {"trust_remote_code": args.trust_remote_code}
-    target, assistant = load_on_device(args.target, args.device, args.dtype, args.bits, with_images, **trust), None
+    target = load_on_device(args.target, args.device, args.dtype, args.bits, with_images, args.device_map, **trust)
+    assistant = None
     if args.assistant:
-        assistant = AutoModelForCausalLM.from_pretrained(args.assistant, dtype=args.dtype).to(args.device).eval()
+        assistant = AutoModelForCausalLM.from_pretrained(args.assistant, dtype=args.dtype).to(target.device).eval()
     return {"target": target, "assistant": assistant}
 
 
-def load_measured_draft(args, dtype: torch.dtype):
+def load_measured_draft(args, target: PreTrainedModel):
     """Returns the draft with the settings of its trees, and the digest of its checkpoint's weights."""
     draft = load_draft(args.draft, dtype="auto", **place_of_draft(args))
     weights = weights_digest(draft.state_dict())  # whatever the dtype it runs in
-    draft = draft.to(args.device, dtype if args.dtype != "auto" else draft.dtype)
+    draft = draft.to(target.device, target.dtype if args.dtype != "auto" else draft.dtype)
     for name in DEFAULT_TREE_SETTINGS:
         if getattr(args, name) is not None:
             setattr(draft.generation_config, name, getattr(args, name))
@@ -343,11 +344,11 @@ def main():
     images = reader_of_images(args)
     loaded = load_models(args, with_images=images is not None)
     target, draft, tree, weights = loaded["target"], None, {}, None
-    facts = {**environment(args.device), "dtype": str(target.dtype).removeprefix("torch.")}
+    facts = {**environment(target.device), "dtype": str(target.dtype).removeprefix("torch.")}
     if args.bits:
         facts["dtype"] += f" with a target of {args.bits} bits"
     if args.draft:
-        draft, weights = load_measured_draft(args, target.dtype)
+        draft, weights = load_measured_draft(args, target)
         tree = tree_settings(draft.generation_config)
     args.methods, drafts = methods_of(args, draft)
     tasks, missing = collect_prompts(args, tokenizer, target, images)

@@ -30,11 +30,12 @@ from hf_eagle3.remote_code.configuration_eagle3 import tree_settings
 from hf_eagle3.scripts import (
     DTYPES,
     ScriptParser,
+    add_device,
     add_place_of_draft,
+    add_trust_remote_code,
     folder_or_hub_id,
     place_of_draft,
     run_script,
-    usable_device,
 )
 from hf_eagle3.tokenizer import PromptEncoder, load_tokenizer
 
@@ -138,16 +139,23 @@ class Comparison:
 
     @classmethod
     def from_pretrained(
-        cls, target: str, draft: str, dtype: str = "auto", device: str | None = None, **place: str
+        cls,
+        target: str,
+        draft: str,
+        dtype: str = "auto",
+        device: str | None = None,
+        device_map: str | None = None,
+        trust_remote_code: bool = False,
+        **place: str,
     ) -> "Comparison":
         """
-        Loads both models, by folder or Hub id, and warms them up with a short text. `place` is the `revision` and `subfolder` of
-        the draft.
+        Loads both models, by folder or Hub id, and warms them up with a short text. `device_map` and `trust_remote_code` are for
+        the target, and `place` is the `revision` and `subfolder` of the draft.
         """
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        tokenizer = load_tokenizer(target)
-        model = load_on_device(target, device, dtype)
-        assistant = load_draft(draft, dtype=dtype, **place).to(device)
+        tokenizer = load_tokenizer(target, trust_remote_code=trust_remote_code)
+        model = load_on_device(target, device, dtype, device_map=device_map, trust_remote_code=trust_remote_code)
+        assistant = load_draft(draft, dtype=dtype, **place).to(model.device)
         comparison = cls(model, assistant, tokenizer)
         for _ in comparison.run("A", max_new_tokens=16):
             pass
@@ -385,10 +393,19 @@ def main():
     parser.add_argument(
         "--dtype", choices=DTYPES, default="auto", help="Dtype of target and draft; float32 for identical texts"
     )
-    parser.add_argument("--device", type=usable_device, help="By default a GPU, if there is one")
+    add_device(parser)
+    add_trust_remote_code(parser)
     args = parser.parse_args()
     import_gradio()  # Fails before models are loaded.
-    comparison = Comparison.from_pretrained(args.target, args.draft, args.dtype, args.device, **place_of_draft(args))
+    comparison = Comparison.from_pretrained(
+        args.target,
+        args.draft,
+        args.dtype,
+        args.device,
+        args.device_map,
+        args.trust_remote_code,
+        **place_of_draft(args),
+    )
     make_app(comparison).launch()
 
 

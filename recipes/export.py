@@ -27,7 +27,14 @@ from huggingface_hub import HfApi
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints import WRITABLE, export, load_ends
 from hf_eagle3.checkpoints.files import check_new_folder, check_repo, operations, verifier_without_path
-from hf_eagle3.scripts import ScriptParser, add_place_of_draft, folder_or_hub_id, place_of_draft, run_script
+from hf_eagle3.scripts import (
+    ScriptParser,
+    add_place_of_draft,
+    add_trust_remote_code,
+    folder_or_hub_id,
+    place_of_draft,
+    run_script,
+)
 
 
 # A new branch begins with the files of the main branch, where a draft is of another format. These are its files.
@@ -48,8 +55,11 @@ def main():
     add_place_of_draft(parser)
     parser.add_argument("--to", required=True, choices=[*WRITABLE, "speculators"], help="Format to write")
     parser.add_argument(
-        "--target", type=folder_or_hub_id, help="The draft's target, if its format does not name it: folder or Hub id"
+        "--target",
+        type=folder_or_hub_id,
+        help="The draft's target, if its format does not name it: folder or Hub id, of which all weights are downloaded",
     )
+    add_trust_remote_code(parser)
     parser.add_argument("--target_gguf", help="For gguf: the target's GGUF file")
     parser.add_argument(
         "--python", help="For openvino: the interpreter of an environment with optimum-intel and openvino"
@@ -71,7 +81,7 @@ def main():
         check_repo(args.push_to, None, None)
     draft = Eagle3ForSpeculation.from_pretrained(args.draft, **place_of_draft(args))
     if args.target is not None:
-        draft.pair_with(load_ends(args.target))
+        draft.pair_with(load_ends(args.target, trust_remote_code=args.trust_remote_code))
     if args.to == "speculators":
         if draft.config.speculators_config is None:
             raise SystemExit("vLLM needs the target's name, and this draft's format does not have it. Pass --target.")

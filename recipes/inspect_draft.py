@@ -9,10 +9,11 @@ EAGLE-3 draft, a block draft, or another draft of `hf_eagle3.baselines`.
     python recipes/inspect_draft.py path/to/draft --target Qwen/Qwen3-8B
     python recipes/inspect_draft.py path/to/draft --target Qwen/Qwen3-8B --prompt "def main(argv):"
 
-`--target` also checks whether the draft fits that model. It reads only the model's configuration and embedding.
+`--target` also checks whether the draft fits that model. It loads only the model's configuration, embedding and head. But if the model
+is on the Hub and not in the cache, transformers downloads all of its weights.
 
-`--prompt` loads the whole model, decodes greedily from the prompt, and prints the whole trees of the first steps (tree policy
-`static`, no confidence threshold), with a tick at each accepted token.
+`--prompt` loads the whole model (on a GPU, if there is one), decodes greedily from the prompt, and prints the whole trees of the first
+steps (tree policy `static`, no confidence threshold), with a tick at each accepted token.
 """
 
 import torch
@@ -25,7 +26,9 @@ from hf_eagle3.evaluation.drafts import load_draft, method_of
 from hf_eagle3.remote_code.configuration_eagle3 import FLAGS, tree_settings
 from hf_eagle3.scripts import (
     ScriptParser,
+    add_device,
     add_place_of_draft,
+    add_trust_remote_code,
     folder_or_hub_id,
     place_of_draft,
     positive_integer,
@@ -152,16 +155,17 @@ def describe_engines_of(draft, info) -> list[tuple[str, str]]:
     return []
 
 
-def print_trees(draft, name: str, prompt: str, num_steps: int) -> None:
+def print_trees(draft, args) -> None:
     """Prints the trees of the first steps after a prompt."""
-    tokenizer = load_tokenizer(name)
+    trust = {"trust_remote_code": args.trust_remote_code}
+    tokenizer = load_tokenizer(args.target, **trust)
     encoder = PromptEncoder(tokenizer)
-    chat = [{"role": "user", "content": prompt}]
-    tokens = encoder.chat(chat) if encoder.has_template else encoder.text(prompt)
+    chat = [{"role": "user", "content": args.prompt}]
+    tokens = encoder.chat(chat) if encoder.has_template else encoder.text(args.prompt)
     if not tokens:
         raise ValueError("--prompt is empty. Write a prompt.")
-    inputs = torch.tensor([tokens])
-    target = load_on_device(name, "cpu")
+    target = load_on_device(args.target, args.device, device_map=args.device_map, **trust)
+    inputs = torch.tensor([tokens], device=target.device)
     config = draft.generation_config
     config.tree_policy, config.assistant_confidence_threshold, config.output_steps = "static", 0.0, True
     most = 1 + tree_settings(config)["tree_depth"]  # tokens that a step writes
@@ -169,14 +173,14 @@ def print_trees(draft, name: str, prompt: str, num_steps: int) -> None:
     target.generate(
         inputs,
         attention_mask=torch.ones_like(inputs),
-        assistant_model=draft.eval(),
+        assistant_model=draft.to(target.device).eval(),
         do_sample=False,
-        max_new_tokens=(1 + num_steps) * most,
+        max_new_tokens=(1 + args.steps) * most,
     )
     first, *steps = draft.last_generation.steps
     first_token = tokenizer.decode(first.new_tokens[0])
-    print(f"\nAfter {prompt!r} the target writes {first_token!r}, the root of the first tree.")
-    for number, step in enumerate(steps[:num_steps], start=1):
+    print(f"\nAfter {args.prompt!r} the target writes {first_token!r}, the root of the first tree.")
+    for number, step in enumerate(steps[: args.steps], start=1):
         print(f"\nStep {number}: {describe_step(step)}\n{tree_text(step, tokenizer)}")
 
 
@@ -184,6 +188,7 @@ def main():
     parser = ScriptParser(description=__doc__)
     parser.add_argument("draft", type=folder_or_hub_id, help="Folder or Hub id")
     add_place_of_draft(parser)
+    add_trust_remote_code(parser)
     parser.add_argument(
         "--target", type=folder_or_hub_id, help="Folder or Hub id of a model to check the draft against"
     )
@@ -193,6 +198,7 @@ def main():
     parser.add_argument(
         "--steps", type=positive_integer, default=3, help="How many trees --prompt prints. By default %(default)s"
     )
+    add_device(parser)
     args = parser.parse_args()
     if args.prompt is not None and args.target is None:
         parser.error("--prompt needs a model that continues it: pass --target")
@@ -202,7 +208,7 @@ def main():
     rows, fits = [*describe(draft, info), ("transformers", "generate(assistant_model=draft)")], []
     if args.target:
         try:
-            target = load_ends(args.target)
+            target = load_ends(args.target, trust_remote_code=args.trust_remote_code)
             draft.validate_target(target)
             reads = describe_states(draft, target)
             rows = [("reads", reads) if name == "reads" else (name, text) for name, text in rows]
@@ -216,7 +222,7 @@ def main():
     if any(text.startswith("does not fit") for _, text in rows):
         raise SystemExit(1)
     if args.prompt is not None:
-        print_trees(draft, args.target, args.prompt, args.steps)
+        print_trees(draft, args)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ Runs `transformers serve` with a draft: chat completions, completions and respon
 
 It answers one request at a time. For many at once use an engine with continuous batching, such as vLLM, which loads the
 same draft.
+
+The target must be of one of transformers' own classes. `--trust_remote_code` is for the code of its tokenizer.
 """
 
 import time
@@ -24,6 +26,7 @@ from hf_eagle3.scripts import (
     ScriptParser,
     add_place_of_draft,
     add_quantization,
+    add_trust_remote_code,
     folder_or_hub_id,
     place_of_draft,
     run_script,
@@ -37,6 +40,7 @@ def main():
     )
     parser.add_argument("--draft", type=folder_or_hub_id, required=True, help="Folder or Hub id")
     add_place_of_draft(parser)
+    add_trust_remote_code(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="Dtype of both")
     add_quantization(parser)
     parser.add_argument("--device", default="auto", help="Device of both: cpu, cuda:0, ...")
@@ -53,6 +57,7 @@ def main():
         dtype=args.dtype,
         quantization=args.bits and f"bnb-{args.bits}bit",
         device=args.device,
+        trust_remote_code=args.trust_remote_code,
         host=args.host,
         port=args.port,
         log_level=args.log_level,

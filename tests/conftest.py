@@ -245,6 +245,19 @@ def make_target(family: str, seed: int = 0, **changes):
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
+def save_with_code(target, folder):
+    """Saves a Llama with classes of its own, which run only with `trust_remote_code`."""
+    target.save_pretrained(folder)
+    (folder / "mine.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class MineConfig(LlamaConfig):\n    model_type = 'mine'\n"
+        "class MineForCausalLM(LlamaForCausalLM):\n    config_class = MineConfig\n"
+    )
+    auto_map = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.MineForCausalLM"}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "mine", "auto_map": auto_map}))
+
+
 def make_gpt2(num_positions: int):
     """A random target that looks positions up in a table."""
     sizes = {

@@ -95,6 +95,21 @@ def add_quantization(parser: argparse.ArgumentParser) -> None:
         )
 
 
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say where the target is loaded: `device` and `device_map` of `load_on_device`."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=usable_device, default=device, help="By default a GPU, if there is one")
+    parser.add_argument(
+        "--device_map",
+        help="Spread the target over several devices instead, for example by 'auto'. The draft is on one",
+    )
+
+
+def add_trust_remote_code(parser: argparse.ArgumentParser) -> None:
+    """Adds the flag for targets that bring code. Code of a draft never runs in the scripts."""
+    parser.add_argument("--trust_remote_code", action="store_true", help="Run code from the target's repo")
+
+
 def add_place_of_draft(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that say where in its repo a draft is. See [`place_of_draft`]."""
     parser.add_argument("--draft_revision", help="Branch, tag or commit of the draft's repo")

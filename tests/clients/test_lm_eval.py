@@ -44,12 +44,13 @@ def target(tmp_path, tokenizer):
     return target
 
 
-def test_the_recipe(tmp_path, target, tokenizer, run_recipe):
+@pytest.mark.parametrize("template", [[], ["--apply_chat_template"]])
+def test_the_recipe(tmp_path, target, tokenizer, run_recipe, template):
     target.save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
     make_draft(target, [make_prompt(9)]).save_pretrained(tmp_path / "drafts" / "small")
     arguments = ["--target", tmp_path / "target", "--draft", tmp_path / "drafts", "--draft_subfolder", "small"]
-    arguments += ["--include_path", tmp_path]
+    arguments += ["--include_path", tmp_path, *template]
     result = run_recipe(
         "evaluate.py", *arguments, "--tasks", "local_generation", "--limit", 5, "--json", tmp_path / "out.json"
     )

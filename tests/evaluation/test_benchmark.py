@@ -106,7 +106,9 @@ def test_benchmark_recipe(tmp_path, tokenizer, run_recipe):
     # Drafts of others bring no code, and other models are no drafts.
     export(Eagle3ForSpeculation.from_pretrained(tmp_path / "draft"), tmp_path / "sglang", "sglang")
     short = [*arguments[:2], "--prompts", tmp_path / "prompts.jsonl", "--max_new_tokens", 4, "--repeats", 1]
-    result = run_recipe("benchmark.py", *short, "--draft", tmp_path / "sglang", "--methods", "plain", "eagle3")
+    result = run_recipe(
+        "benchmark.py", *short, "--draft", tmp_path / "sglang", "--methods", "plain", "eagle3", "--device_map", "cpu"
+    )
     assert "| 0 | eagle3 |" in result.stdout and "The share of trees" in result.stdout
     result = run_recipe("benchmark.py", *short, "--draft", tmp_path / "target")
     assert result.returncode == 1 and "EAGLE-3" in result.stderr

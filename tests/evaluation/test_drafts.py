@@ -95,6 +95,8 @@ def test_models_are_told_apart_in_moments(pairing):
     with torch.no_grad():
         again.model.norm.weight.mul_(1.01)
     assert sampled_digest(target) != sampled_digest(again)
+    again.model.norm.to("meta")  # as a `device_map` offloads
+    assert sampled_digest(target) != sampled_digest(again)
 
 
 def test_a_block_draft_is_measured_by_its_name(pairing, tmp_path, run_script):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoints.test_formats import edit_config
-from conftest import make_baseline, make_draft, make_prompt, make_target
+from conftest import make_baseline, make_draft, make_prompt, make_target, save_with_code
 from huggingface_hub import HfApi
 from transformers import AutoModelForCausalLM
 
@@ -133,6 +133,7 @@ def test_the_first_trees(tmp_path, tokenizer, run_recipe):
     result = run_recipe("inspect_draft.py", tmp_path / "draft", "--prompt", "a")
     assert result.returncode == 2 and "pass --target" in result.stderr
     arguments = ("inspect_draft.py", tmp_path / "draft", "--target", tmp_path / "target", "--prompt", "what is up")
+    arguments += ("--device", "cpu")
     result = run_recipe(*arguments)
     assert result.returncode == 1 and "has no tokenizer" in result.stderr
     tokenizer.save_pretrained(tmp_path / "target")
@@ -150,6 +151,18 @@ def test_the_first_trees(tmp_path, tokenizer, run_recipe):
         assert printed.startswith(f"Step {number}: {len(step.tokens[0]) - 1} tokens drafted")
         assert printed.count("✓") == len(step.accepted[0]) and printed.count("the target's own") == 1
         assert len(printed.strip().splitlines()) == 1 + len(step.tokens[0]) + 1
+
+
+def test_a_target_that_brings_its_code(tmp_path, tokenizer, run_recipe):
+    target = make_target("llama")
+    make_draft(target, [make_prompt(5)]).save_pretrained(tmp_path / "draft")
+    save_with_code(target, tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    call = ("inspect_draft.py", tmp_path / "draft", "--target", tmp_path / "target", "--prompt", "a", "--steps", 1)
+    result = run_recipe(*call, "--device_map", "cpu")
+    assert result.returncode == 1 and "trust_remote_code" in result.stdout
+    result = run_recipe(*call, "--device_map", "cpu", "--trust_remote_code")
+    assert result.returncode == 0 and "Step 1:" in result.stdout, result.stderr[-3000:]
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,12 @@
 """The two models of a training: what is loaded, made and refused."""
 
 import copy
-import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_target
+from conftest import make_target, save_with_code
 from peft import LoraConfig, PeftModel, get_peft_model
 from trainers import TEXTS, losses, make_trainer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ProcessorMixin
@@ -163,16 +162,8 @@ def test_a_target_by_its_name(tmp_path, tokenizer):
 
 def test_a_target_that_brings_its_code(tmp_path, tokenizer):
     folder = tmp_path / "target"
-    make_target("llama").save_pretrained(folder)
+    save_with_code(make_target("llama"), folder)
     tokenizer.save_pretrained(folder)
-    (folder / "mine.py").write_text(
-        "from transformers import LlamaConfig, LlamaForCausalLM\n"
-        "class MineConfig(LlamaConfig):\n    model_type = 'mine'\n"
-        "class MineForCausalLM(LlamaForCausalLM):\n    config_class = MineConfig\n"
-    )
-    auto_map = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.MineForCausalLM"}
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "mine", "auto_map": auto_map}))
     settings = {"report_to": "none", "use_cpu": True, "bf16": False, "max_steps": 1, "ttt_steps": 1}
     args = Eagle3TrainingArguments(str(tmp_path / "out"), trust_remote_code=True, **settings)
     trainer = Eagle3Trainer(None, str(folder), args, train_dataset=TEXTS)

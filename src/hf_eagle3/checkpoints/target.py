@@ -47,22 +47,23 @@ def load_on_device(
     dtype: torch.dtype | str = "auto",
     bits: int | None = None,
     with_images: bool = False,
+    device_map: str | dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """
-    Loads a target to decode with, on one device, and optionally quantized to 4 or 8 `bits` by bitsandbytes, as TRL's scripts do.
-    4-bit layers compute in bfloat16 by default. For `with_images` and `kwargs` see [`target_class`].
+    Loads a target to decode with: on one device, or spread over several by a `device_map` (`"auto"`). It is optionally quantized to
+    4 or 8 `bits` by bitsandbytes, as TRL's scripts do. 4-bit layers compute in bfloat16 by default. For `with_images` and `kwargs`
+    see [`target_class`].
     """
     auto_class = target_class(name, with_images, **kwargs)
-    if bits is None:
-        target = auto_class.from_pretrained(name, dtype=dtype, **kwargs).to(device).eval()
-    else:
+    if bits is not None:
         dtype = "bfloat16" if bits == 4 and dtype == "auto" else dtype
         in_4_bits = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
-        quantization_config = BitsAndBytesConfig(**(in_4_bits if bits == 4 else {"load_in_8bit": True}))
+        kwargs["quantization_config"] = BitsAndBytesConfig(**(in_4_bits if bits == 4 else {"load_in_8bit": True}))
         # Quantized weights are not moved.
-        kwargs |= {"device_map": {"": device}, "quantization_config": quantization_config}
-        target = auto_class.from_pretrained(name, dtype=dtype, **kwargs).eval()
+        device_map = device_map or {"": device}
+    target = auto_class.from_pretrained(name, dtype=dtype, device_map=device_map, **kwargs)
+    target = (target.to(device) if device_map is None else target).eval()
     warn_of_slow_bfloat16(target, target.device, logger)
     return target
 
