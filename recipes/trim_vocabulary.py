@@ -36,8 +36,15 @@ from hf_eagle3.data import (
 )
 from hf_eagle3.hub.push import records_of, write_records
 from hf_eagle3.remote_code.draft_model_eagle3 import weights_digest
-from hf_eagle3.scripts import ScriptParser, folder_or_hub_id, run_script
-from hf_eagle3.tokenizer import load_tokenizer
+from hf_eagle3.scripts import (
+    ScriptParser,
+    add_place_of_draft,
+    add_trust_remote_code,
+    folder_or_hub_id,
+    place_of_draft,
+    run_script,
+)
+from hf_eagle3.tokenizer import load_tokenizer, read_template
 
 
 def write_record(record: dict, folder: Path, draft: Eagle3ForSpeculation, size: int) -> None:
@@ -53,16 +60,22 @@ def write_record(record: dict, folder: Path, draft: Eagle3ForSpeculation, size: 
 def main():
     parser = ScriptParser(description=__doc__)
     parser.add_argument("draft", type=folder_or_hub_id, help="Folder or Hub id")
+    add_place_of_draft(parser)
     parser.add_argument("--dataset_name", required=True, help="Texts or conversations to count tokens in")
+    parser.add_argument("--dataset_config", help="Which configuration of a data set on the Hub")
     parser.add_argument("--dataset_train_split", default="train", help="The split to read, or a part: train[:1000]")
     parser.add_argument("--draft_vocab_size", type=int, required=True, help="How many tokens stay")
     parser.add_argument(
         "--target", type=folder_or_hub_id, help="The tokenizer's folder or Hub id. By default the draft's target"
     )
+    add_trust_remote_code(parser)
+    parser.add_argument(
+        "--chat_template_path", help="Jinja file that replaces the chat template of the target's tokenizer"
+    )
     parser.add_argument("--output_dir", required=True, help="A new folder")
     args = parser.parse_args()
     check_new_folder(args.output_dir)
-    draft = Eagle3ForSpeculation.from_pretrained(args.draft)
+    draft = Eagle3ForSpeculation.from_pretrained(args.draft, **place_of_draft(args))
     record, _ = records_of(draft, None, None)  # those of other weights are left out, with a warning
     size = draft.config.draft_vocab_size
     if not 0 < args.draft_vocab_size < size:
@@ -73,13 +86,16 @@ def main():
     if not name:
         raise ValueError("The draft does not name its target, whose tokenizer is needed. Pass --target.")
     if draft.get_output_embeddings().out_features == 0:
+        place = "".join(f" --draft_{key} {value}" for key, value in place_of_draft(args).items())
         raise ValueError(
             f"{args.draft} stores no head and uses its target's. Give it one, and trim the result: "
-            f"python recipes/export.py {args.draft} --to speculators --target {name} --output_dir NEW_FOLDER"
+            f"python recipes/export.py {args.draft}{place} --to speculators --target {name} --output_dir NEW_FOLDER"
         )
-    tokenizer = load_tokenizer(name)
+    tokenizer = load_tokenizer(name, trust_remote_code=args.trust_remote_code)
+    if args.chat_template_path is not None:
+        tokenizer.chat_template = read_template(args.chat_template_path)
     split = args.dataset_train_split
-    dataset = plain_rows(rows_of(load_data(args.dataset_name, split=split), split), "train")
+    dataset = plain_rows(rows_of(load_data(args.dataset_name, args.dataset_config, split), split), "train")
     kind = kind_of_data(dataset, "text", "train")
     is_chat = kind in ("messages", "conversations")
     if is_chat:

@@ -3,7 +3,7 @@
 import json
 
 import torch
-from conftest import make_target
+from conftest import make_target, make_tokenizer
 from datasets import Dataset
 from hub.test_card import TRAINING
 from safetensors.torch import load_file, save_file
@@ -67,3 +67,22 @@ def test_trimming(tmp_path, tokenizer, run_recipe, caplog):
     result = run_recipe(*call, "--target", tmp_path / "target")
     assert result.returncode != 0 and "--to speculators --target" in result.stderr
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_draft_in_a_folder_of_its_repo_and_another_template(tmp_path, run_recipe):
+    make_target("llama").save_pretrained(tmp_path / "target")
+    tokenizer = make_tokenizer()
+    (tmp_path / "chat.jinja").write_text(tokenizer.chat_template)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "target")
+    target = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    Eagle3ForSpeculation.from_target(target).save_pretrained(tmp_path / "drafts" / "small")
+    chat = [{"role": "user", "content": "what is up"}, {"role": "assistant", "content": "not much"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    call = ("trim_vocabulary.py", tmp_path / "drafts", "--draft_subfolder", "small", "--draft_vocab_size", 12)
+    call += ("--dataset_name", tmp_path / "chats.jsonl", "--output_dir", tmp_path / "trimmed")
+    result = run_recipe(*call)
+    assert result.returncode == 1 and "chat_template_path" in result.stderr
+    result = run_recipe(*call, "--chat_template_path", tmp_path / "chat.jinja")
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert Eagle3ForSpeculation.from_pretrained(tmp_path / "trimmed").config.draft_vocab_size == 12
