@@ -5,7 +5,9 @@ r"""
 Compares plain generation, a draft, and transformers' other ways to speed up generation, on the same prompts.
 
     python recipes/benchmark.py --target Qwen/Qwen3-8B --draft me/Qwen3-8B-speculator.eagle3 \
-        --tasks mt_bench humaneval gsm8k --dtype bfloat16 --json outputs/results.jsonl
+        --tasks mt_bench humaneval gsm8k --num_prompts 20 --repeats 1 --dtype bfloat16 --json outputs/results.jsonl
+
+Leave out `--num_prompts` and `--repeats` for the papers' full tasks, which take many hours.
 
 `--tasks` takes:
 

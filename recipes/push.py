@@ -1,10 +1,11 @@
 # /// script
 # dependencies = ["hf-eagle3[train]"]
 # ///
-"""
+r"""
 Pushes a draft to the Hub in one commit: weights, configuration, the code that ships with it, benchmark and card.
 
-    python recipes/benchmark.py --target Qwen/Qwen3-8B --draft outputs/Qwen3-8B-speculator.eagle3 --tasks paper --json outputs/results.jsonl
+    python recipes/benchmark.py --target Qwen/Qwen3-8B --draft outputs/Qwen3-8B-speculator.eagle3 \
+        --tasks paper --num_prompts 20 --repeats 1 --json outputs/results.jsonl
     python recipes/push.py outputs/Qwen3-8B-speculator.eagle3 --repo_id me/Qwen3-8B-speculator.eagle3 --benchmark outputs/results.jsonl
 
 After an interruption run it again: uploaded weights are not sent twice. `--dry_run` writes to a folder what would be pushed.

@@ -71,7 +71,7 @@ def load_on_device(
 def load_ends(name: str | Path, revision: str | None = None, **kwargs: Any) -> PreTrainedModel:
     """
     Returns a target without its layers. Only its embedding and head are loaded, because checking a draft and training from
-    features need no more.
+    features need no more. Of a Hub id that is not in the cache, transformers downloads all weights.
 
     Args:
         name (`str` or `Path`): Folder or Hub id.
