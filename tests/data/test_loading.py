@@ -3,13 +3,16 @@
 import gzip
 import json
 import lzma
+import re
 from datetime import datetime
 from functools import partial
 from unittest.mock import Mock
 
 import datasets
 import pytest
+import yaml
 from accelerate import PartialState
+from conftest import RECIPES
 from datasets import Dataset, DatasetDict, IterableDatasetDict
 from messages import assistant, user
 from trl import DatasetMixtureConfig
@@ -192,6 +195,21 @@ def test_a_mixture_is_split_the_same_way_every_time(tmp_path):
     assert len(first["test"]) < len(first["train"])
     with pytest.raises(ValueError, match="`test_split_size` cannot split streams"):
         load_mixture(DatasetMixtureConfig([*data], test_split_size=0.25, streaming=True))
+
+
+def test_the_mixture_of_the_docs(tmp_path, monkeypatch):
+    page = (RECIPES.parent / "docs" / "data.md").read_text(encoding="utf-8")
+    config = yaml.safe_load(re.search(r"```yaml\n(datasets:.*?)```", page, re.S)[1])
+    mixture = DatasetMixtureConfig(**config)
+    assert [each.path for each in mixture.datasets] == ["HuggingFaceH4/ultrachat_200k", "json"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chats").mkdir()
+    row = json.dumps({"messages": [user("a"), assistant("b")], "id": 7})
+    (tmp_path / "chats" / "train.jsonl").write_text(100 * f"{row}\n")
+    mixture.datasets[0] = mixture.datasets[1]  # instead of the Hub's
+    dataset = load_mixture(mixture)
+    assert {split: len(rows) for split, rows in dataset.items()} == {"train": 198, "test": 2}
+    assert dataset["train"].column_names == ["messages"]
 
 
 def test_parts_of_splits():
