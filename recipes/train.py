@@ -57,6 +57,10 @@ from hf_eagle3.training.parser import Eagle3Parser
 from hf_eagle3.training.record import non_defaults
 
 
+# Values of `device_map` that place a model on several devices.
+SPREADING = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
 @dataclass
 class TrainScriptArguments(ScriptArguments):
     """The arguments of this script."""
@@ -104,7 +108,8 @@ class TargetConfig(ModelConfig):
     device_map: str | None = field(
         default=None,
         metadata={
-            "help": "Spreads one target over the devices, for example by 'auto'. By default each process holds one."
+            "help": "Spreads the target over the devices, for example by 'auto'. This needs one process (`python`, not `accelerate "
+            "launch`). By default each process holds a target."
         },
     )
     tp_plan: str | None = field(
@@ -144,7 +149,17 @@ def load_configured_data(script_args: TrainScriptArguments, mixture: DatasetMixt
 def load_configured_target(
     config: TargetConfig, with_layers: bool = True, trust_remote_code: bool = False, with_images: bool = False
 ) -> PreTrainedModel:
-    """Loads the target, or only its embeddings and head. Training from features needs no more."""
+    """
+    Loads the target, or only its embeddings and head. Training from features needs no more. Raises `ValueError` if several processes
+    would each spread a target over all devices.
+    """
+    num_processes = PartialState().num_processes
+    if config.device_map in SPREADING and num_processes > 1:
+        raise ValueError(
+            f"`device_map={config.device_map!r}` spreads one target over all devices, but each of the {num_processes} processes would "
+            "load one. Start one process (`python` in place of `accelerate launch`). Or leave `--device_map` out, and pass `--load_in_4bit` "
+            "or, for training, `--tp_plan auto`."
+        )
     if config.load_in_4bit and config.dtype == "auto":
         config.dtype = "bfloat16"  # 4-bit layers compute in it
     quantization_config = get_quantization_config(config)

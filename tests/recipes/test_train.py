@@ -95,6 +95,16 @@ def script():
     return load_script("recipes/train.py")
 
 
+def test_one_process_spreads_a_target(files, script, monkeypatch):
+    monkeypatch.setattr(script, "PartialState", lambda: SimpleNamespace(num_processes=2, device="cpu"))
+    for device_map in ("auto", "balanced"):
+        config = script.TargetConfig(str(files / "target"), device_map=device_map)
+        with pytest.raises(ValueError, match="each of the 2 processes would load one. Start one process"):
+            script.load_configured_target(config)
+    config = script.TargetConfig(str(files / "target"), device_map="cpu")
+    assert script.load_configured_target(config, with_layers=False).device.type == "cpu"
+
+
 def test_the_draft_that_comes_out(files, evaluated_run, whole_run):
     # Whoever trains sees what the draft will never propose.
     told = r"Draft vocabulary: 32 of \d+ tokens, which make up all of the [\d,]+ super"

@@ -109,6 +109,7 @@ def test_a_process_with_several_gpus(tmp_path, tokenizer, caplog):
     target, settings = make_target("llama"), {"train_dataset": TEXTS, "processing_class": copy.deepcopy(tokenizer)}
     trainer = Eagle3Trainer(model=None, target_model=target, args=args, **settings)
     assert trainer.args.n_gpu == 1 and args.n_gpu == 2 and "accelerate launch" in caplog.text
+    assert "`device_map` spreads over the GPUs needs one process" in caplog.text
 
 
 @pytest.mark.parametrize("has_bfloat16", [True, False])
