@@ -95,7 +95,7 @@ def test_models_that_fsdp_would_not_save(tmp_path, tokenizer, monkeypatch):
 
 def test_zero_3(tmp_path):
     args = Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False)
-    refused = pytest.raises(ValueError, match="DeepSpeed ZeRO-3 .* Use ZeRO-2, or FSDP2")
+    refused = pytest.raises(ValueError, match="DeepSpeed ZeRO-3 .* Use ZeRO-2, or FSDP2 .*`--fsdp_size`")
     for stage, outcome in ((2, nullcontext()), (3, refused)):
         config = HfDeepSpeedConfig({"zero_optimization": {"stage": stage}})
         args.deepspeed_plugin = SimpleNamespace(hf_ds_config=config)
