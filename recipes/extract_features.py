@@ -26,6 +26,8 @@ from hf_eagle3.training.parser import Eagle3Parser
 
 
 MOST_WAITED = 7 * 24 * 3600  # seconds, for the slowest process; on CPUs transformers keeps to 30 minutes
+# Arguments that only training uses.
+WITHOUT = ("use_peft", "lora_", "use_rslora", "use_dora", "ignore_bias_buffers")
 
 
 @dataclass
@@ -52,7 +54,7 @@ class ExtractionScriptArguments(TrainScriptArguments):
 
 def main():
     types = (ExtractionScriptArguments, Eagle3TrainingArguments, TargetConfig, DatasetMixtureConfig)
-    parser = Eagle3Parser(types, without=("use_peft", "lora_", "use_rslora", "use_dora"), description=__doc__)
+    parser = Eagle3Parser(types, WITHOUT, description=__doc__)
     parser.set_defaults(ddp_timeout=MOST_WAITED)
     script_args, training_args, target_config, mixture = parser.parse_args_and_config()
     folder, script_args.features_dir = script_args.features_dir, None

@@ -65,6 +65,27 @@ SPREADING = ("auto", "balanced", "balanced_low_0", "sequential")
 class TrainScriptArguments(ScriptArguments):
     """The arguments of this script."""
 
+    # Parameters whose help is for TRL's own way of loading
+    dataset_name: str | None = field(
+        default=None,
+        metadata={
+            "help": "The data: a Hub id, a file (JSON Lines, JSON, Parquet, CSV or text), a folder with `train.jsonl` and "
+            "`test.jsonl`, or the output of `regenerate.py`. For a mixture, write `datasets` in the YAML file instead."
+        },
+    )
+    dataset_train_split: str = field(
+        default="train",
+        metadata={"help": "The split to read, or a part of it ('train[:1000]'). Streams have no parts."},
+    )
+    dataset_test_split: str = field(
+        default="test",
+        metadata={"help": "The split to evaluate on, or a part of one ('test[:512]'). Streams have no parts."},
+    )
+    dataset_streaming: bool = field(
+        default=False, metadata={"help": "Whether to read rows when they are needed, instead of all at the beginning."}
+    )
+
+    # Parameters that control the draft and stored features
     draft_name_or_path: str | None = field(
         default=None,
         metadata={"help": "The draft to train further: a folder or a Hub id. By default a fresh one is made."},
@@ -127,7 +148,7 @@ class TargetConfig(ModelConfig):
 def load_configured_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) -> DatasetDict:
     """
     Returns the splits of the data set that the arguments name, or of a mixture. Raises `ValueError` if they name no data, or name it
-    twice.
+    twice, or `test_split_size` is for a data set that is no mixture.
     """
     name = script_args.dataset_name
     if mixture.datasets:
@@ -142,7 +163,12 @@ def load_configured_data(script_args: TrainScriptArguments, mixture: DatasetMixt
             "train on" if script_args.features_dir is None else "evaluate on, or leave it out (`--eval_strategy no`)"
         )
         raise ValueError(f"There is no data. Say what to {what}: `--dataset_name`, or `datasets` in the YAML file.")
-    split, streaming = script_args.dataset_train_split, script_args.dataset_streaming
+    if mixture.test_split_size is not None:
+        raise ValueError(
+            "`test_split_size` is for mixtures (`datasets`). With `dataset_name` hold out a part of a split: `--dataset_train_split "
+            "'train[200:]' --dataset_test_split 'train[:200]'`."
+        )
+    split, streaming = script_args.dataset_train_split, script_args.dataset_streaming or mixture.streaming
     return load_data(name, script_args.dataset_config, split, streaming)
 
 
@@ -331,7 +357,7 @@ def main() -> None:
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hf_eagle3").setLevel(logging.INFO)
     dataclass_types = (TrainScriptArguments, Eagle3TrainingArguments, TargetConfig, DatasetMixtureConfig)
-    parser = Eagle3Parser(dataclass_types, description=__doc__)
+    parser = Eagle3Parser(dataclass_types, ("ignore_bias_buffers",), description=__doc__)
     script_args, training_args, target_config, mixture = parser.parse_args_and_config()
     with errors_in_one_line():
         check_output_dir(training_args)

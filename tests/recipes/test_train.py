@@ -27,7 +27,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from seeing import gemma3, make, make_image, make_processor
 from transformers import AutoModel, AutoModelForCausalLM, PrinterCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
-from trl import ScriptArguments, TrlParser
+from trl import DatasetMixtureConfig, ScriptArguments, TrlParser
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3TrainingArguments
 from hf_eagle3.hub import write_draft
@@ -342,6 +342,15 @@ def test_a_mixture(files, tmp_path, run_recipe):
     assert "dataset_name" not in record["arguments"]
 
 
+def test_options_of_mixtures_for_one_data_set(script, monkeypatch):
+    monkeypatch.setattr(script, "load_data", lambda *args: args)
+    arguments = script.TrainScriptArguments(dataset_name="me/data")
+    with pytest.raises(ValueError, match=r"`test_split_size` is for mixtures .* --dataset_test_split 'train[:200]'"):
+        script.load_configured_data(arguments, DatasetMixtureConfig(test_split_size=0.1))
+    loaded = script.load_configured_data(arguments, DatasetMixtureConfig(streaming=True))
+    assert loaded == ("me/data", None, "train", True)
+
+
 def test_a_mistyped_path(files, tmp_path, run_recipe):
     arguments = arguments_of(files, tmp_path / "out", max_steps=1)
     arguments[arguments.index("--model_name_or_path") + 1] = path = tmp_path / "targt"
@@ -509,8 +518,15 @@ def test_help(run_recipe):
     ours = ["TrainScriptArguments", "Eagle3TrainingArguments", "TargetConfig"]
     assert [title for title in titles if title in ours] == ours and "inherited from trl's SFTConfig" in titles
     assert all(titles.index(title) < titles.index("inherited from trl's SFTConfig") for title in ours)
-    # TRL's help of --load_in_4bit is about a model that is trained.
-    assert "Works only with LoRA" not in " ".join(help_.split())
+    # TRL's help of --load_in_4bit is about a model that is trained, and of others about what is not so here.
+    for not_here in (
+        "Works only with LoRA",
+        "Path or name of the dataset",
+        "Dataset split to use",
+        "path to a tokenizer",
+    ):
+        assert not_here not in " ".join(help_.split())
+    assert "--ignore_bias_buffers" not in help_
     offered = run_recipe("regenerate.py", "--help").stdout
     assert "--base_url" in offered and "--lora_r" not in offered and "--features_dir" not in offered
     assert "answer faster" in " ".join(offered.split())

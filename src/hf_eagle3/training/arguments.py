@@ -98,6 +98,8 @@ class Eagle3TrainingArguments(SFTConfig):
         ddp_timeout (`int`, *optional*, defaults to 21600):
             The seconds that processes wait for each other. transformers' default, half an hour, may be too short: one process
             tokenizes the data for all.
+        chat_template_path (`str`, *optional*):
+            A Jinja file (`.jinja` or `.j2`) that replaces the chat template of the target's tokenizer.
         gradient_checkpointing (`bool`, *optional*):
             Not supported, because the unroll keeps the keys of every step.
 
@@ -124,6 +126,12 @@ class Eagle3TrainingArguments(SFTConfig):
     ddp_timeout: int = field(
         default=6 * 3600,
         metadata={"help": "Seconds that processes wait for each other. One process tokenizes the data for all."},
+    )
+
+    # Parameters whose help names what this trainer refuses
+    chat_template_path: str | None = field(
+        default=None,
+        metadata={"help": "Jinja file (.jinja or .j2) that replaces the chat template of the target's tokenizer."},
     )
 
     # Parameters that control the target and the draft
