@@ -59,6 +59,8 @@ from hf_eagle3.training.record import non_defaults
 
 # Values of `device_map` that place a model on several devices.
 SPREADING = ("auto", "balanced", "balanced_low_0", "sequential")
+# What printed commands have for names that this script does not know: of accelerate's configuration, and of the target on the Hub.
+CONFIG_OF_ACCELERATE = "ACCELERATE.yaml"
 
 
 @dataclass
@@ -275,6 +277,17 @@ def make_trainer(
     return trainer
 
 
+def resume_command(trainer: Eagle3Trainer, checkpoint: str | None) -> str:
+    """Returns the command that continues this run with as many processes."""
+    num_processes, is_sharded = trainer.args.world_size, trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    config_file = ["--config_file", CONFIG_OF_ACCELERATE] if is_sharded else []
+    launch = ["accelerate", "launch", *config_file, "--num_processes", str(num_processes)]
+    command = [*(launch if is_sharded or num_processes > 1 else ["python"]), *sys.argv]
+    if checkpoint is not None and not any(part.startswith("--resume_from_checkpoint") for part in command):
+        command += ["--resume_from_checkpoint", "true"]
+    return command_line(command)
+
+
 def train(trainer: Eagle3Trainer) -> None:
     """Trains, saves and pushes the draft. An interruption ends with the command that continues from there."""
     args, folder = trainer.args, Path(trainer.args.output_dir)
@@ -283,11 +296,11 @@ def train(trainer: Eagle3Trainer) -> None:
         if args.enable_jit_checkpoint and trainer.state.global_step < trainer.state.max_steps:  # it ends on SIGTERM
             raise KeyboardInterrupt
     except KeyboardInterrupt:
-        command = command_line(["accelerate", "launch", *sys.argv])
         checkpoint = get_last_checkpoint(folder) if folder.is_dir() else None
-        if checkpoint is not None and "--resume_from_checkpoint" not in command:
-            command += " --resume_from_checkpoint true"
+        command = resume_command(trainer, checkpoint)
         where = f"after {Path(checkpoint).name}" if checkpoint else "from the beginning: there is no checkpoint yet"
+        if CONFIG_OF_ACCELERATE in command:
+            where += f" ({CONFIG_OF_ACCELERATE} is accelerate's configuration, as this run had it)"
         raise SystemExit(f"Interrupted. To continue {where}:\n\n    {command}") from None
     except ValueError as error:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)

@@ -160,8 +160,27 @@ def test_an_interrupted_run_says_how_to_go_on(files, tmp_path, monkeypatch, run_
     assert "Traceback" not in result.stderr
     monkeypatch.undo()
     command = shlex.split(result.stderr.strip().splitlines()[-1])
-    assert command[:3] == ["accelerate", "launch", str(RECIPES / "train.py")]  # as it was called
-    assert len(losses(run_recipe("train.py", *command[3:]))) == 1
+    assert command[:2] == ["python", str(RECIPES / "train.py")]
+    assert len(losses(run_recipe("train.py", *command[2:]))) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "is_fsdp", "launcher"),
+    [
+        (1, False, "python"),
+        (4, False, "accelerate launch --num_processes 4"),
+        (4, True, "accelerate launch --config_file ACCELERATE.yaml --num_processes 4"),
+    ],
+)
+def test_the_command_that_continues_a_run(script, monkeypatch, num_processes, is_fsdp, launcher):
+    args = SimpleNamespace(world_size=num_processes)
+    trainer = SimpleNamespace(args=args, is_fsdp_enabled=is_fsdp, is_deepspeed_enabled=False)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--max_steps", "3"])
+    assert script.resume_command(trainer, None) == f"{launcher} train.py --max_steps 3"
+    resumed = f"{launcher} train.py --max_steps 3 --resume_from_checkpoint true"
+    assert script.resume_command(trainer, "out/checkpoint-2") == resumed
+    monkeypatch.setattr(sys, "argv", ["train.py", "--max_steps", "3", "--resume_from_checkpoint", "true"])
+    assert script.resume_command(trainer, "out/checkpoint-2") == resumed
 
 
 def test_a_terminated_run_does_not_look_finished(files, tmp_path, monkeypatch, run_recipe):
