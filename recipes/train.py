@@ -50,6 +50,7 @@ from hf_eagle3.checkpoints import load_ends, target_class
 from hf_eagle3.data import load_data, read_json_lines, rows_of, shows_images
 from hf_eagle3.data.loading import load_mixture
 from hf_eagle3.data.messages import CONVERSATIONS
+from hf_eagle3.environment import is_path
 from hf_eagle3.scripts import command_line, errors_in_one_line, folder_or_hub_id, place_of_draft
 from hf_eagle3.training import FeatureStore
 from hf_eagle3.training.models import load_processing_class
@@ -60,7 +61,7 @@ from hf_eagle3.training.record import non_defaults
 # Values of `device_map` that place a model on several devices.
 SPREADING = ("auto", "balanced", "balanced_low_0", "sequential")
 # What printed commands have for names that this script does not know: of accelerate's configuration, and of the target on the Hub.
-CONFIG_OF_ACCELERATE = "ACCELERATE.yaml"
+CONFIG_OF_ACCELERATE, TARGET_ON_HUB = "ACCELERATE.yaml", "OWNER/NAME"
 
 
 @dataclass
@@ -335,14 +336,35 @@ def tasks_to_measure(trainer: Eagle3Trainer, dataset_name: str | None) -> list[s
     return [] if trainer.processing_class.chat_template is None or is_offline_mode() else ["paper"]
 
 
-def next_steps(trainer: Eagle3Trainer, target: str, script_args: TrainScriptArguments, is_adapter: bool) -> str:
+def measure_command(
+    trainer: Eagle3Trainer, config: TargetConfig, draft: str, results: str, tasks: list[str]
+) -> list[str]:
+    """Returns the command that measures a draft with the target as it was in training."""
+    command = ["python", "recipes/benchmark.py", "--target", config.model_name_or_path, "--draft", draft]
+    command += ["--json", results, *(["--tasks", *tasks] if tasks else [])]
+    if trainer.args.chat_template_path is not None:
+        command += ["--chat_template_path", trainer.args.chat_template_path]
+    command += [f"--load_in_{bits}bit" for bits in (4, 8) if getattr(config, f"load_in_{bits}bit")]
+    command += ["--dtype", config.dtype] if config.dtype not in (None, "auto") else []
+    return command + (["--trust_remote_code"] if trainer.args.trust_remote_code else [])
+
+
+def push_command(trainer: Eagle3Trainer, config: TargetConfig, folder: Path, results: str) -> list[str]:
+    """Returns the command that pushes a draft with what was measured."""
+    command = ["python", "recipes/push.py", str(folder), "--benchmark", results]
+    # The repo of an adapter takes no whole draft.
+    command += ["--repo_id", trainer.hub_model_id] if trainer.args.push_to_hub and not config.use_peft else []
+    return command + (["--target", TARGET_ON_HUB] if is_path(config.model_name_or_path) else [])
+
+
+def next_steps(trainer: Eagle3Trainer, config: TargetConfig, script_args: TrainScriptArguments) -> str:
     """Returns the commands that merge, use, measure and push what was trained."""
     base = script_args.draft_name_or_path
     place = "".join(f", {name}={value!r}" for name, value in place_of_draft(script_args).items())
     output_dir = trainer.args.output_dir
     draft, folder = trainer.hub_model_id if trainer.args.push_to_hub else str(Path(output_dir)), Path(output_dir)
     saved, merge = "draft", ""
-    if is_adapter:  # engines and scripts take whole drafts
+    if config.use_peft:  # engines and scripts take whole drafts
         folder, saved = Path(f"{folder}-merged"), "adapter"
         merge = (
             f"To merge it:\n\n    base = Eagle3ForSpeculation.from_pretrained({base!r}{place})\n"
@@ -350,19 +372,16 @@ def next_steps(trainer: Eagle3Trainer, target: str, script_args: TrainScriptArgu
             f"    draft.save_pretrained({str(folder)!r})\n\nThen, to use it:\n\n"
         )
         draft = str(folder)
-    results = f"{folder}-results.jsonl"
-    measure = ["python", "recipes/benchmark.py", "--target", target, "--draft", draft, "--json", results]
-    tasks = tasks_to_measure(trainer, script_args.dataset_name)
-    measure += ["--tasks", *tasks] if tasks else []
-    if trainer.args.chat_template_path is not None:
-        measure += ["--chat_template_path", trainer.args.chat_template_path]
+    results, tasks = f"{folder}-results.jsonl", tasks_to_measure(trainer, script_args.dataset_name)
+    measure = command_line(measure_command(trainer, config, draft, results, tasks))
+    push = command_line(push_command(trainer, config, folder, results))
+    named = f" (`{TARGET_ON_HUB}` is the target's name on the Hub)" if TARGET_ON_HUB in push else ""
     return (
         f"Saved the {saved} to {output_dir}. " + (merge or "To use it:\n\n") + "    draft = "
         f"hf_eagle3.Eagle3ForSpeculation.from_pretrained({draft!r}, dtype='auto').to(target.device)\n"
         "    target.generate(**inputs, assistant_model=draft)\n\n"
-        f"To measure it{'' if tasks else ' on source code (`--tasks FILE` takes your own prompts)'}:\n\n    {command_line(measure)}\n\n"
-        "To push it, with a card that has what was measured:\n\n"
-        f"    {command_line(['python', 'recipes/push.py', str(folder), '--benchmark', results])}"
+        f"To measure it{'' if tasks else ' on source code (`--tasks FILE` takes your own prompts)'}:\n\n    {measure}\n\n"
+        f"To push it, with a card that has what was measured{named}:\n\n    {push}"
     )
 
 
@@ -383,8 +402,8 @@ def main() -> None:
             raise SystemExit(f"train.py: error: {error}") from None
         trainer = make_trainer(script_args, training_args, target_config, mixture)
     train(trainer)
-    target = target_config.model_name_or_path
-    trainer.accelerator.print(next_steps(trainer, target, script_args, target_config.use_peft))
+    if trainer.is_world_process_zero():  # the others do not know the repo
+        print(next_steps(trainer, target_config, script_args))
     # A process that ends while others still talk to its threads may be aborted.
     accelerator = trainer.accelerator
     accelerator.wait_for_everyone()

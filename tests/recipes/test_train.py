@@ -417,6 +417,25 @@ def test_what_to_measure_on(tmp_path, script, monkeypatch, offline):
         assert script.tasks_to_measure(chats, name) == of_the_hub and script.tasks_to_measure(texts, name) == []
 
 
+def test_commands_for_what_was_trained(files, script):
+    """They load the target as training did, and push to the repo of the training."""
+    args = SimpleNamespace(chat_template_path=None, trust_remote_code=True, push_to_hub=True)
+    trainer = SimpleNamespace(args=args, hub_model_id="me/draft")
+    config = script.TargetConfig("me/target", load_in_4bit=True, dtype="bfloat16")
+    command = script.measure_command(trainer, config, "me/draft", "results.jsonl", ["paper"])
+    assert command[2:8] == ["--target", "me/target", "--draft", "me/draft", "--json", "results.jsonl"]
+    assert command[8:] == ["--tasks", "paper", "--load_in_4bit", "--dtype", "bfloat16", "--trust_remote_code"]
+    command = script.push_command(trainer, config, Path("out"), "results.jsonl")
+    assert command[2:] == ["out", "--benchmark", "results.jsonl", "--repo_id", "me/draft"]
+
+    # Nobody else has the folder of a target. The repo of an adapter takes no whole draft.
+    args.trust_remote_code = False
+    config = script.TargetConfig(str(files / "target"), use_peft=True)
+    assert "--dtype" not in script.measure_command(trainer, config, "out", "results.jsonl", [])
+    command = script.push_command(trainer, config, Path("out-merged"), "results.jsonl")
+    assert command[2:] == ["out-merged", "--benchmark", "results.jsonl", "--target", "OWNER/NAME"]
+
+
 @pytest.mark.parametrize("where", ["flag", "YAML"])
 def test_misspelled_arguments(tmp_path, run_recipe, where):
     (tmp_path / "config.yaml").write_text("tt_steps: 3\n")
