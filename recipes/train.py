@@ -51,6 +51,7 @@ from hf_eagle3.data import load_data, read_json_lines, rows_of, shows_images
 from hf_eagle3.data.loading import load_mixture
 from hf_eagle3.data.messages import CONVERSATIONS
 from hf_eagle3.environment import is_path
+from hf_eagle3.hub import repo_name
 from hf_eagle3.scripts import command_line, errors_in_one_line, folder_or_hub_id, place_of_draft
 from hf_eagle3.training import FeatureStore
 from hf_eagle3.training.models import load_processing_class
@@ -58,6 +59,8 @@ from hf_eagle3.training.parser import Eagle3Parser
 from hf_eagle3.training.record import non_defaults
 
 
+# Where a fresh draft is saved by default.
+OUTPUT_DIR = "outputs/<target>-speculator.eagle3"
 # Values of `device_map` that place a model on several devices.
 SPREADING = ("auto", "balanced", "balanced_low_0", "sequential")
 # What printed commands have for names that this script does not know: of accelerate's configuration, and of the target on the Hub.
@@ -211,6 +214,11 @@ def load_configured_target(
         distributed_config=distributed_config,
         trust_remote_code=trust_remote_code,
     )
+
+
+def default_output_dir(target: str, draft: str | None) -> str:
+    """Returns the folder for a fresh draft of a target. A given draft gets another, because it may be in that folder itself."""
+    return f"outputs/{repo_name(target)}" if draft is None else "trainer_output"
 
 
 def check_output_dir(args: Eagle3TrainingArguments) -> None:
@@ -390,12 +398,15 @@ def main() -> None:
     logging.getLogger("hf_eagle3").setLevel(logging.INFO)
     dataclass_types = (TrainScriptArguments, Eagle3TrainingArguments, TargetConfig, DatasetMixtureConfig)
     parser = Eagle3Parser(dataclass_types, ("ignore_bias_buffers",), description=__doc__)
+    parser.set_defaults(output_dir=OUTPUT_DIR)
     script_args, training_args, target_config, mixture = parser.parse_args_and_config()
+    target, draft = target_config.model_name_or_path, script_args.draft_name_or_path
+    if training_args.output_dir == OUTPUT_DIR and target is not None:
+        training_args.output_dir = default_output_dir(target, draft)
     with errors_in_one_line():
         check_output_dir(training_args)
-        names = (target_config.model_name_or_path, script_args.draft_name_or_path)
         try:
-            for name in names:
+            for name in (target, draft):
                 if name is not None:
                     folder_or_hub_id(name)
         except argparse.ArgumentTypeError as error:

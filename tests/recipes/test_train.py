@@ -571,6 +571,13 @@ def test_help(run_recipe):
     assert "Folder to write the features to" in " ".join(run_recipe("extract_features.py", "--help").stdout.split())
 
 
+def test_a_folder_for_a_draft(script, run_recipe):
+    assert script.default_output_dir("me/target", None) == script.OUTPUT_DIR.replace("<target>", "target")
+    # Which may be where the given draft is.
+    assert script.default_output_dir("me/target", "outputs/target-speculator.eagle3") == "trainer_output"
+    assert f"(default:{script.OUTPUT_DIR})" in "".join(run_recipe("train.py", "--help").stdout.split())
+
+
 def test_what_fails_before_the_work(files, tmp_path, run_recipe):
     make_target("llama").save_pretrained(tmp_path / "target")
     Eagle3ForSpeculation.from_target(make_target("llama")).save_pretrained(tmp_path / "draft")

@@ -53,6 +53,8 @@ class Eagle3TrainingArguments(SFTConfig):
     within a document. `"wrapped"` ignores where documents end. It is for running text.
 
     Args:
+        output_dir (`str`, *optional*, defaults to `"trainer_output"`):
+            The folder for the draft and its checkpoints. By default `recipes/train.py` names it after the target.
         target_model_init_kwargs (`dict`, *optional*):
             Arguments of `from_pretrained` for a target that is given by its name. `dtype` defaults to `"auto"`.
         model_init_kwargs (`dict`, *optional*):
@@ -128,7 +130,8 @@ class Eagle3TrainingArguments(SFTConfig):
         metadata={"help": "Seconds that processes wait for each other. One process tokenizes the data for all."},
     )
 
-    # Parameters whose help names what this trainer refuses
+    # Parameters whose help says what is not so here
+    output_dir: str | None = field(default=None, metadata={"help": "The folder for the draft and its checkpoints."})
     chat_template_path: str | None = field(
         default=None,
         metadata={"help": "Jinja file (.jinja or .j2) that replaces the chat template of the target's tokenizer."},
