@@ -15,6 +15,7 @@ Each token takes `(n_aux + 1) * hidden_size` numbers: 32 KiB for Qwen3-8B in bfl
 `--feature_dtype float8_e4m3fn`. After an interruption the same command writes the missing shards.
 """
 
+import logging
 from dataclasses import dataclass, field
 
 from train import TargetConfig, TrainScriptArguments, make_trainer
@@ -53,6 +54,8 @@ class ExtractionScriptArguments(TrainScriptArguments):
 
 
 def main():
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("hf_eagle3").setLevel(logging.INFO)
     types = (ExtractionScriptArguments, Eagle3TrainingArguments, TargetConfig, DatasetMixtureConfig)
     parser = Eagle3Parser(types, WITHOUT, description=__doc__)
     parser.set_defaults(ddp_timeout=MOST_WAITED)

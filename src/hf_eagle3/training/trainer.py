@@ -448,8 +448,8 @@ class Eagle3Trainer(DraftSavingTrainer):
                 a scale of its own.
 
         Raises:
-            ValueError: if the data is a stream, the target is sharded by FSDP, the folder holds something else, or states cannot
-                be stored in the dtype.
+            ValueError: if the data is a stream, the target is sharded by FSDP, the folder holds something else, the disk has too little
+                space, or states cannot be stored in the dtype.
         """
         return extract(self, folder, rows_per_shard, dtype)
 
