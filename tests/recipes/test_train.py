@@ -364,7 +364,7 @@ def test_a_mixture(files, tmp_path, run_recipe):
 def test_options_of_mixtures_for_one_data_set(script, monkeypatch):
     monkeypatch.setattr(script, "load_data", lambda *args: args)
     arguments = script.TrainScriptArguments(dataset_name="me/data")
-    with pytest.raises(ValueError, match=r"`test_split_size` is for mixtures .* --dataset_test_split 'train[:200]'"):
+    with pytest.raises(ValueError, match=r"`test_split_size` is for mixtures .* --dataset_test_split 'train\[:200\]'"):
         script.load_configured_data(arguments, DatasetMixtureConfig(test_split_size=0.1))
     loaded = script.load_configured_data(arguments, DatasetMixtureConfig(streaming=True))
     assert loaded == ("me/data", None, "train", True)
