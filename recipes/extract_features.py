@@ -15,6 +15,7 @@ Each token takes `(n_aux + 1) * hidden_size` numbers: 32 KiB for Qwen3-8B in bfl
 `--feature_dtype float8_e4m3fn`. After an interruption the same command writes the missing shards.
 """
 
+import logging
 from dataclasses import dataclass, field
 
 from train import TargetConfig, TrainScriptArguments, make_trainer
@@ -26,6 +27,8 @@ from hf_eagle3.training.parser import Eagle3Parser
 
 
 MOST_WAITED = 7 * 24 * 3600  # seconds, for the slowest process; on CPUs transformers keeps to 30 minutes
+# Arguments that only training uses.
+WITHOUT = ("use_peft", "lora_", "use_rslora", "use_dora", "ignore_bias_buffers")
 
 
 @dataclass
@@ -51,8 +54,10 @@ class ExtractionScriptArguments(TrainScriptArguments):
 
 
 def main():
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("hf_eagle3").setLevel(logging.INFO)
     types = (ExtractionScriptArguments, Eagle3TrainingArguments, TargetConfig, DatasetMixtureConfig)
-    parser = Eagle3Parser(types, without=("use_peft", "lora_", "use_rslora", "use_dora"), description=__doc__)
+    parser = Eagle3Parser(types, WITHOUT, description=__doc__)
     parser.set_defaults(ddp_timeout=MOST_WAITED)
     script_args, training_args, target_config, mixture = parser.parse_args_and_config()
     folder, script_args.features_dir = script_args.features_dir, None

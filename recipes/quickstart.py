@@ -46,7 +46,7 @@ from hf_eagle3.hub import write_records
 from hf_eagle3.making import FORMS
 from hf_eagle3.scripts import ScriptParser, command_line, folder_or_hub_id, positive_integer, run_script
 from hf_eagle3.tokenizer import load_tokenizer
-from hf_eagle3.training.budget import BY_TIME, SHORT, TimeBudget, TimedEagle3Trainer, train_for
+from hf_eagle3.training.budget import BY_TIME, SHORT, TimeBudget, TimedEagle3Trainer, on_one_gpu, train_for
 from hf_eagle3.training.optimizer import MuonWithAdamW, split_parameters
 from hf_eagle3.training.record import training_record
 
@@ -113,11 +113,11 @@ def train_target(folder: Path, dataset: Dataset, args) -> None:
         pad_token_id=tokenizer.pad_token_id,
     )
     target = Qwen3ForCausalLM(config)
+    settings = common_arguments(args, MAX_LENGTH, batch_size=4)
+    sft_args = SFTConfig(str(folder) + "-run", gradient_checkpointing=None, **settings)
     trainer = SFTTrainer(
         model=target,
-        args=SFTConfig(
-            str(folder) + "-run", gradient_checkpointing=None, **common_arguments(args, MAX_LENGTH, batch_size=4)
-        ),
+        args=on_one_gpu(sft_args),
         train_dataset=dataset,
         processing_class=tokenizer,
         optimizers=(MuonWithAdamW(*split_parameters(target.named_parameters(), exclude=("embed",)), lr=6e-3), None),
@@ -137,20 +137,21 @@ def train_draft(folder: Path, target, tokenizer, dataset: Dataset, args) -> None
         batch_size = args.batch_size or batch_size * MAX_LENGTH // MAX_LENGTH_OF_CONVERSATIONS
         settings = common_arguments(args, MAX_LENGTH_OF_CONVERSATIONS, batch_size) | OF_CONVERSATIONS
         learning_rate = args.learning_rate or LEARNING_RATE_OF_CONVERSATIONS
+    draft_args = Eagle3TrainingArguments(
+        str(folder) + "-run",
+        learning_rate=learning_rate,
+        ttt_steps=5,  # in minutes on a CPU new tokens teach more than later steps
+        ttt_row_share=args.ttt_row_share,
+        draft_form=args.draft_form,
+        model_init_kwargs={"model_type": "llama" if args.draft_form == "classic" else "qwen3"},
+        draft_vocab_size=min(args.draft_vocab_size, target.config.get_text_config().vocab_size),
+        sampled_vocab_size=args.sampled_vocab_size,
+        **settings,
+    )
     trainer = TimedEagle3Trainer(
         model=None,
         target_model=target,
-        args=Eagle3TrainingArguments(
-            str(folder) + "-run",
-            learning_rate=learning_rate,
-            ttt_steps=5,  # in minutes on a CPU new tokens teach more than later steps
-            ttt_row_share=args.ttt_row_share,
-            draft_form=args.draft_form,
-            model_init_kwargs={"model_type": "llama" if args.draft_form == "classic" else "qwen3"},
-            draft_vocab_size=min(args.draft_vocab_size, target.config.get_text_config().vocab_size),
-            sampled_vocab_size=args.sampled_vocab_size,
-            **settings,
-        ),
+        args=on_one_gpu(draft_args),
         train_dataset=dataset,
         processing_class=tokenizer,
     )

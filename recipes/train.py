@@ -50,6 +50,8 @@ from hf_eagle3.checkpoints import load_ends, target_class
 from hf_eagle3.data import load_data, read_json_lines, rows_of, shows_images
 from hf_eagle3.data.loading import load_mixture
 from hf_eagle3.data.messages import CONVERSATIONS
+from hf_eagle3.environment import is_path
+from hf_eagle3.hub import repo_name
 from hf_eagle3.scripts import command_line, errors_in_one_line, folder_or_hub_id, place_of_draft
 from hf_eagle3.training import FeatureStore
 from hf_eagle3.training.models import load_processing_class
@@ -57,10 +59,39 @@ from hf_eagle3.training.parser import Eagle3Parser
 from hf_eagle3.training.record import non_defaults
 
 
+# Where a fresh draft is saved by default.
+OUTPUT_DIR = "outputs/<target>-speculator.eagle3"
+# Values of `device_map` that place a model on several devices.
+SPREADING = ("auto", "balanced", "balanced_low_0", "sequential")
+# What printed commands have for names that this script does not know: of accelerate's configuration, and of the target on the Hub.
+CONFIG_OF_ACCELERATE, TARGET_ON_HUB = "ACCELERATE.yaml", "OWNER/NAME"
+
+
 @dataclass
 class TrainScriptArguments(ScriptArguments):
     """The arguments of this script."""
 
+    # Parameters whose help is for TRL's own way of loading
+    dataset_name: str | None = field(
+        default=None,
+        metadata={
+            "help": "The data: a Hub id, a file (JSON Lines, JSON, Parquet, CSV or text), a folder with `train.jsonl` and "
+            "`test.jsonl`, or the output of `regenerate.py`. For a mixture, write `datasets` in the YAML file instead."
+        },
+    )
+    dataset_train_split: str = field(
+        default="train",
+        metadata={"help": "The split to read, or a part of it ('train[:1000]'). Streams have no parts."},
+    )
+    dataset_test_split: str = field(
+        default="test",
+        metadata={"help": "The split to evaluate on, or a part of one ('test[:512]'). Streams have no parts."},
+    )
+    dataset_streaming: bool = field(
+        default=False, metadata={"help": "Whether to read rows when they are needed, instead of all at the beginning."}
+    )
+
+    # Parameters that control the draft and stored features
     draft_name_or_path: str | None = field(
         default=None,
         metadata={"help": "The draft to train further: a folder or a Hub id. By default a fresh one is made."},
@@ -104,7 +135,8 @@ class TargetConfig(ModelConfig):
     device_map: str | None = field(
         default=None,
         metadata={
-            "help": "Spreads one target over the devices, for example by 'auto'. By default each process holds one."
+            "help": "Spreads the target over the devices, for example by 'auto'. This needs one process (`python`, not `accelerate "
+            "launch`). By default each process holds a target."
         },
     )
     tp_plan: str | None = field(
@@ -122,7 +154,7 @@ class TargetConfig(ModelConfig):
 def load_configured_data(script_args: TrainScriptArguments, mixture: DatasetMixtureConfig) -> DatasetDict:
     """
     Returns the splits of the data set that the arguments name, or of a mixture. Raises `ValueError` if they name no data, or name it
-    twice.
+    twice, or `test_split_size` is for a data set that is no mixture.
     """
     name = script_args.dataset_name
     if mixture.datasets:
@@ -137,14 +169,29 @@ def load_configured_data(script_args: TrainScriptArguments, mixture: DatasetMixt
             "train on" if script_args.features_dir is None else "evaluate on, or leave it out (`--eval_strategy no`)"
         )
         raise ValueError(f"There is no data. Say what to {what}: `--dataset_name`, or `datasets` in the YAML file.")
-    split, streaming = script_args.dataset_train_split, script_args.dataset_streaming
+    if mixture.test_split_size is not None:
+        raise ValueError(
+            "`test_split_size` is for mixtures (`datasets`). With `dataset_name` hold out a part of a split: `--dataset_train_split "
+            "'train[200:]' --dataset_test_split 'train[:200]'`."
+        )
+    split, streaming = script_args.dataset_train_split, script_args.dataset_streaming or mixture.streaming
     return load_data(name, script_args.dataset_config, split, streaming)
 
 
 def load_configured_target(
     config: TargetConfig, with_layers: bool = True, trust_remote_code: bool = False, with_images: bool = False
 ) -> PreTrainedModel:
-    """Loads the target, or only its embeddings and head. Training from features needs no more."""
+    """
+    Loads the target, or only its embeddings and head. Training from features needs no more. Raises `ValueError` if several processes
+    would each spread a target over all devices.
+    """
+    num_processes = PartialState().num_processes
+    if config.device_map in SPREADING and num_processes > 1:
+        raise ValueError(
+            f"`device_map={config.device_map!r}` spreads one target over all devices, but each of the {num_processes} processes would "
+            "load one. Start one process (`python` in place of `accelerate launch`). Or leave `--device_map` out, and pass `--load_in_4bit` "
+            "or, for training, `--tp_plan auto`."
+        )
     if config.load_in_4bit and config.dtype == "auto":
         config.dtype = "bfloat16"  # 4-bit layers compute in it
     quantization_config = get_quantization_config(config)
@@ -167,6 +214,11 @@ def load_configured_target(
         distributed_config=distributed_config,
         trust_remote_code=trust_remote_code,
     )
+
+
+def default_output_dir(target: str, draft: str | None) -> str:
+    """Returns the folder for a fresh draft of a target. A given draft gets another, because it may be in that folder itself."""
+    return f"outputs/{repo_name(target)}" if draft is None else "trainer_output"
 
 
 def check_output_dir(args: Eagle3TrainingArguments) -> None:
@@ -234,6 +286,17 @@ def make_trainer(
     return trainer
 
 
+def resume_command(trainer: Eagle3Trainer, checkpoint: str | None) -> str:
+    """Returns the command that continues this run with as many processes."""
+    num_processes, is_sharded = trainer.args.world_size, trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    config_file = ["--config_file", CONFIG_OF_ACCELERATE] if is_sharded else []
+    launch = ["accelerate", "launch", *config_file, "--num_processes", str(num_processes)]
+    command = [*(launch if is_sharded or num_processes > 1 else ["python"]), *sys.argv]
+    if checkpoint is not None and not any(part.startswith("--resume_from_checkpoint") for part in command):
+        command += ["--resume_from_checkpoint", "true"]
+    return command_line(command)
+
+
 def train(trainer: Eagle3Trainer) -> None:
     """Trains, saves and pushes the draft. An interruption ends with the command that continues from there."""
     args, folder = trainer.args, Path(trainer.args.output_dir)
@@ -242,11 +305,11 @@ def train(trainer: Eagle3Trainer) -> None:
         if args.enable_jit_checkpoint and trainer.state.global_step < trainer.state.max_steps:  # it ends on SIGTERM
             raise KeyboardInterrupt
     except KeyboardInterrupt:
-        command = command_line(["accelerate", "launch", *sys.argv])
         checkpoint = get_last_checkpoint(folder) if folder.is_dir() else None
-        if checkpoint is not None and "--resume_from_checkpoint" not in command:
-            command += " --resume_from_checkpoint true"
+        command = resume_command(trainer, checkpoint)
         where = f"after {Path(checkpoint).name}" if checkpoint else "from the beginning: there is no checkpoint yet"
+        if CONFIG_OF_ACCELERATE in command:
+            where += f" ({CONFIG_OF_ACCELERATE} is accelerate's configuration, as this run had it)"
         raise SystemExit(f"Interrupted. To continue {where}:\n\n    {command}") from None
     except ValueError as error:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
@@ -281,14 +344,35 @@ def tasks_to_measure(trainer: Eagle3Trainer, dataset_name: str | None) -> list[s
     return [] if trainer.processing_class.chat_template is None or is_offline_mode() else ["paper"]
 
 
-def next_steps(trainer: Eagle3Trainer, target: str, script_args: TrainScriptArguments, is_adapter: bool) -> str:
+def measure_command(
+    trainer: Eagle3Trainer, config: TargetConfig, draft: str, results: str, tasks: list[str]
+) -> list[str]:
+    """Returns the command that measures a draft with the target as it was in training."""
+    command = ["python", "recipes/benchmark.py", "--target", config.model_name_or_path, "--draft", draft]
+    command += ["--json", results, *(["--tasks", *tasks] if tasks else [])]
+    if trainer.args.chat_template_path is not None:
+        command += ["--chat_template_path", trainer.args.chat_template_path]
+    command += [f"--load_in_{bits}bit" for bits in (4, 8) if getattr(config, f"load_in_{bits}bit")]
+    command += ["--dtype", config.dtype] if config.dtype not in (None, "auto") else []
+    return command + (["--trust_remote_code"] if trainer.args.trust_remote_code else [])
+
+
+def push_command(trainer: Eagle3Trainer, config: TargetConfig, folder: Path, results: str) -> list[str]:
+    """Returns the command that pushes a draft with what was measured."""
+    command = ["python", "recipes/push.py", str(folder), "--benchmark", results]
+    # The repo of an adapter takes no whole draft.
+    command += ["--repo_id", trainer.hub_model_id] if trainer.args.push_to_hub and not config.use_peft else []
+    return command + (["--target", TARGET_ON_HUB] if is_path(config.model_name_or_path) else [])
+
+
+def next_steps(trainer: Eagle3Trainer, config: TargetConfig, script_args: TrainScriptArguments) -> str:
     """Returns the commands that merge, use, measure and push what was trained."""
     base = script_args.draft_name_or_path
     place = "".join(f", {name}={value!r}" for name, value in place_of_draft(script_args).items())
     output_dir = trainer.args.output_dir
     draft, folder = trainer.hub_model_id if trainer.args.push_to_hub else str(Path(output_dir)), Path(output_dir)
     saved, merge = "draft", ""
-    if is_adapter:  # engines and scripts take whole drafts
+    if config.use_peft:  # engines and scripts take whole drafts
         folder, saved = Path(f"{folder}-merged"), "adapter"
         merge = (
             f"To merge it:\n\n    base = Eagle3ForSpeculation.from_pretrained({base!r}{place})\n"
@@ -296,19 +380,16 @@ def next_steps(trainer: Eagle3Trainer, target: str, script_args: TrainScriptArgu
             f"    draft.save_pretrained({str(folder)!r})\n\nThen, to use it:\n\n"
         )
         draft = str(folder)
-    results = f"{folder}-results.jsonl"
-    measure = ["python", "recipes/benchmark.py", "--target", target, "--draft", draft, "--json", results]
-    tasks = tasks_to_measure(trainer, script_args.dataset_name)
-    measure += ["--tasks", *tasks] if tasks else []
-    if trainer.args.chat_template_path is not None:
-        measure += ["--chat_template_path", trainer.args.chat_template_path]
+    results, tasks = f"{folder}-results.jsonl", tasks_to_measure(trainer, script_args.dataset_name)
+    measure = command_line(measure_command(trainer, config, draft, results, tasks))
+    push = command_line(push_command(trainer, config, folder, results))
+    named = f" (`{TARGET_ON_HUB}` is the target's name on the Hub)" if TARGET_ON_HUB in push else ""
     return (
         f"Saved the {saved} to {output_dir}. " + (merge or "To use it:\n\n") + "    draft = "
         f"hf_eagle3.Eagle3ForSpeculation.from_pretrained({draft!r}, dtype='auto').to(target.device)\n"
         "    target.generate(**inputs, assistant_model=draft)\n\n"
-        f"To measure it{'' if tasks else ' on source code (`--tasks FILE` takes your own prompts)'}:\n\n    {command_line(measure)}\n\n"
-        "To push it, with a card that has what was measured:\n\n"
-        f"    {command_line(['python', 'recipes/push.py', str(folder), '--benchmark', results])}"
+        f"To measure it{'' if tasks else ' on source code (`--tasks FILE` takes your own prompts)'}:\n\n    {measure}\n\n"
+        f"To push it, with a card that has what was measured{named}:\n\n    {push}"
     )
 
 
@@ -316,21 +397,24 @@ def main() -> None:
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hf_eagle3").setLevel(logging.INFO)
     dataclass_types = (TrainScriptArguments, Eagle3TrainingArguments, TargetConfig, DatasetMixtureConfig)
-    parser = Eagle3Parser(dataclass_types, description=__doc__)
+    parser = Eagle3Parser(dataclass_types, ("ignore_bias_buffers",), description=__doc__)
+    parser.set_defaults(output_dir=OUTPUT_DIR)
     script_args, training_args, target_config, mixture = parser.parse_args_and_config()
+    target, draft = target_config.model_name_or_path, script_args.draft_name_or_path
+    if training_args.output_dir == OUTPUT_DIR and target is not None:
+        training_args.output_dir = default_output_dir(target, draft)
     with errors_in_one_line():
         check_output_dir(training_args)
-        names = (target_config.model_name_or_path, script_args.draft_name_or_path)
         try:
-            for name in names:
+            for name in (target, draft):
                 if name is not None:
                     folder_or_hub_id(name)
         except argparse.ArgumentTypeError as error:
             raise SystemExit(f"train.py: error: {error}") from None
         trainer = make_trainer(script_args, training_args, target_config, mixture)
     train(trainer)
-    target = target_config.model_name_or_path
-    trainer.accelerator.print(next_steps(trainer, target, script_args, target_config.use_peft))
+    if trainer.is_world_process_zero():  # the others do not know the repo
+        print(next_steps(trainer, target_config, script_args))
     # A process that ends while others still talk to its threads may be aborted.
     accelerator = trainer.accelerator
     accelerator.wait_for_everyone()

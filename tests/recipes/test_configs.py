@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 from conftest import RECIPES, ROOT, assert_same_text, make_prompt, make_target
+from datasets import Dataset, DatasetDict
 from messages import assistant, user
 from test_multimodal_generation import gemma4, llama4
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -14,6 +15,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from trl import chat_template_utils
 
 from hf_eagle3 import Eagle3ForSpeculation
+from hf_eagle3.data import rows_of
 
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
@@ -70,6 +72,14 @@ def test_true_size(name):
     assert num_bytes(draft) == 2 * expected + 8 * vocab_size + sizes["vocab_size"]
     assert draft.config.eagle_aux_hidden_state_layer_ids == [2, layers // 2, layers - 3]
     assert config["output_dir"].endswith("-speculator.eagle3")
+
+
+@pytest.mark.parametrize("name", [name for name in TARGETS if read(name)["eval_strategy"] != "no"])
+def test_evaluation_is_small(name):
+    """All of the test split would take longer than training, and batches of 8, the default, more memory."""
+    config, rows = read(name), Dataset.from_dict({"text": ["abc"] * 600})
+    assert len(rows_of(DatasetDict(test_sft=rows), config["dataset_test_split"])) == 512
+    assert config["per_device_eval_batch_size"] == config["per_device_train_batch_size"]
 
 
 def test_the_published_size():

@@ -27,7 +27,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from seeing import gemma3, make, make_image, make_processor
 from transformers import AutoModel, AutoModelForCausalLM, PrinterCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
-from trl import ScriptArguments, TrlParser
+from trl import DatasetMixtureConfig, ScriptArguments, TrlParser
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3TrainingArguments
 from hf_eagle3.hub import write_draft
@@ -95,6 +95,16 @@ def script():
     return load_script("recipes/train.py")
 
 
+def test_one_process_spreads_a_target(files, script, monkeypatch):
+    monkeypatch.setattr(script, "PartialState", lambda: SimpleNamespace(num_processes=2, device="cpu"))
+    for device_map in ("auto", "balanced"):
+        config = script.TargetConfig(str(files / "target"), device_map=device_map)
+        with pytest.raises(ValueError, match="each of the 2 processes would load one. Start one process"):
+            script.load_configured_target(config)
+    config = script.TargetConfig(str(files / "target"), device_map="cpu")
+    assert script.load_configured_target(config, with_layers=False).device.type == "cpu"
+
+
 def test_the_draft_that_comes_out(files, evaluated_run, whole_run):
     # Whoever trains sees what the draft will never propose.
     told = r"Draft vocabulary: 32 of \d+ tokens, which make up all of the [\d,]+ super"
@@ -150,8 +160,27 @@ def test_an_interrupted_run_says_how_to_go_on(files, tmp_path, monkeypatch, run_
     assert "Traceback" not in result.stderr
     monkeypatch.undo()
     command = shlex.split(result.stderr.strip().splitlines()[-1])
-    assert command[:3] == ["accelerate", "launch", str(RECIPES / "train.py")]  # as it was called
-    assert len(losses(run_recipe("train.py", *command[3:]))) == 1
+    assert command[:2] == ["python", str(RECIPES / "train.py")]
+    assert len(losses(run_recipe("train.py", *command[2:]))) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "is_fsdp", "launcher"),
+    [
+        (1, False, "python"),
+        (4, False, "accelerate launch --num_processes 4"),
+        (4, True, "accelerate launch --config_file ACCELERATE.yaml --num_processes 4"),
+    ],
+)
+def test_the_command_that_continues_a_run(script, monkeypatch, num_processes, is_fsdp, launcher):
+    args = SimpleNamespace(world_size=num_processes)
+    trainer = SimpleNamespace(args=args, is_fsdp_enabled=is_fsdp, is_deepspeed_enabled=False)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--max_steps", "3"])
+    assert script.resume_command(trainer, None) == f"{launcher} train.py --max_steps 3"
+    resumed = f"{launcher} train.py --max_steps 3 --resume_from_checkpoint true"
+    assert script.resume_command(trainer, "out/checkpoint-2") == resumed
+    monkeypatch.setattr(sys, "argv", ["train.py", "--max_steps", "3", "--resume_from_checkpoint", "true"])
+    assert script.resume_command(trainer, "out/checkpoint-2") == resumed
 
 
 def test_a_terminated_run_does_not_look_finished(files, tmp_path, monkeypatch, run_recipe):
@@ -332,6 +361,15 @@ def test_a_mixture(files, tmp_path, run_recipe):
     assert "dataset_name" not in record["arguments"]
 
 
+def test_options_of_mixtures_for_one_data_set(script, monkeypatch):
+    monkeypatch.setattr(script, "load_data", lambda *args: args)
+    arguments = script.TrainScriptArguments(dataset_name="me/data")
+    with pytest.raises(ValueError, match=r"`test_split_size` is for mixtures .* --dataset_test_split 'train\[:200\]'"):
+        script.load_configured_data(arguments, DatasetMixtureConfig(test_split_size=0.1))
+    loaded = script.load_configured_data(arguments, DatasetMixtureConfig(streaming=True))
+    assert loaded == ("me/data", None, "train", True)
+
+
 def test_a_mistyped_path(files, tmp_path, run_recipe):
     arguments = arguments_of(files, tmp_path / "out", max_steps=1)
     arguments[arguments.index("--model_name_or_path") + 1] = path = tmp_path / "targt"
@@ -377,6 +415,25 @@ def test_what_to_measure_on(tmp_path, script, monkeypatch, offline):
         assert script.tasks_to_measure(chats, str(tmp_path)) == expected
     for name in ("me/data", None):
         assert script.tasks_to_measure(chats, name) == of_the_hub and script.tasks_to_measure(texts, name) == []
+
+
+def test_commands_for_what_was_trained(files, script):
+    """They load the target as training did, and push to the repo of the training."""
+    args = SimpleNamespace(chat_template_path=None, trust_remote_code=True, push_to_hub=True)
+    trainer = SimpleNamespace(args=args, hub_model_id="me/draft")
+    config = script.TargetConfig("me/target", load_in_4bit=True, dtype="bfloat16")
+    command = script.measure_command(trainer, config, "me/draft", "results.jsonl", ["paper"])
+    assert command[2:8] == ["--target", "me/target", "--draft", "me/draft", "--json", "results.jsonl"]
+    assert command[8:] == ["--tasks", "paper", "--load_in_4bit", "--dtype", "bfloat16", "--trust_remote_code"]
+    command = script.push_command(trainer, config, Path("out"), "results.jsonl")
+    assert command[2:] == ["out", "--benchmark", "results.jsonl", "--repo_id", "me/draft"]
+
+    # Nobody else has the folder of a target. The repo of an adapter takes no whole draft.
+    args.trust_remote_code = False
+    config = script.TargetConfig(str(files / "target"), use_peft=True)
+    assert "--dtype" not in script.measure_command(trainer, config, "out", "results.jsonl", [])
+    command = script.push_command(trainer, config, Path("out-merged"), "results.jsonl")
+    assert command[2:] == ["out-merged", "--benchmark", "results.jsonl", "--target", "OWNER/NAME"]
 
 
 @pytest.mark.parametrize("where", ["flag", "YAML"])
@@ -499,12 +556,26 @@ def test_help(run_recipe):
     ours = ["TrainScriptArguments", "Eagle3TrainingArguments", "TargetConfig"]
     assert [title for title in titles if title in ours] == ours and "inherited from trl's SFTConfig" in titles
     assert all(titles.index(title) < titles.index("inherited from trl's SFTConfig") for title in ours)
-    # TRL's help of --load_in_4bit is about a model that is trained.
-    assert "Works only with LoRA" not in " ".join(help_.split())
+    # TRL's help of --load_in_4bit is about a model that is trained, and of others about what is not so here.
+    for not_here in (
+        "Works only with LoRA",
+        "Path or name of the dataset",
+        "Dataset split to use",
+        "path to a tokenizer",
+    ):
+        assert not_here not in " ".join(help_.split())
+    assert "--ignore_bias_buffers" not in help_
     offered = run_recipe("regenerate.py", "--help").stdout
     assert "--base_url" in offered and "--lora_r" not in offered and "--features_dir" not in offered
     assert "answer faster" in " ".join(offered.split())
     assert "Folder to write the features to" in " ".join(run_recipe("extract_features.py", "--help").stdout.split())
+
+
+def test_a_folder_for_a_draft(script, run_recipe):
+    assert script.default_output_dir("me/target", None) == script.OUTPUT_DIR.replace("<target>", "target")
+    # Which may be where the given draft is.
+    assert script.default_output_dir("me/target", "outputs/target-speculator.eagle3") == "trainer_output"
+    assert f"(default:{script.OUTPUT_DIR})" in "".join(run_recipe("train.py", "--help").stdout.split())
 
 
 def test_what_fails_before_the_work(files, tmp_path, run_recipe):

@@ -95,7 +95,7 @@ def test_models_that_fsdp_would_not_save(tmp_path, tokenizer, monkeypatch):
 
 def test_zero_3(tmp_path):
     args = Eagle3TrainingArguments(str(tmp_path), use_cpu=True, bf16=False)
-    refused = pytest.raises(ValueError, match="DeepSpeed ZeRO-3 .* Use ZeRO-2, or FSDP2")
+    refused = pytest.raises(ValueError, match="DeepSpeed ZeRO-3 .* Use ZeRO-2, or FSDP2 .*`--fsdp_size`")
     for stage, outcome in ((2, nullcontext()), (3, refused)):
         config = HfDeepSpeedConfig({"zero_optimization": {"stage": stage}})
         args.deepspeed_plugin = SimpleNamespace(hf_ds_config=config)
@@ -109,6 +109,7 @@ def test_a_process_with_several_gpus(tmp_path, tokenizer, caplog):
     target, settings = make_target("llama"), {"train_dataset": TEXTS, "processing_class": copy.deepcopy(tokenizer)}
     trainer = Eagle3Trainer(model=None, target_model=target, args=args, **settings)
     assert trainer.args.n_gpu == 1 and args.n_gpu == 2 and "accelerate launch" in caplog.text
+    assert "`device_map` spreads over the GPUs needs one process" in caplog.text
 
 
 @pytest.mark.parametrize("has_bfloat16", [True, False])

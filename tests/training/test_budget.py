@@ -3,8 +3,10 @@ from types import SimpleNamespace
 
 import pytest
 from trainers import make_trainer
+from trl import SFTConfig
 
-from hf_eagle3.training.budget import BY_TIME, TimeBudget, TimedEagle3Trainer, train_for
+from hf_eagle3 import Eagle3TrainingArguments
+from hf_eagle3.training.budget import BY_TIME, TimeBudget, TimedEagle3Trainer, on_one_gpu, train_for
 
 
 @pytest.mark.parametrize(
@@ -44,3 +46,12 @@ def test_the_unroll_grows_by_time(tmp_path, tokenizer):
     train_for(trainer, TimeBudget(1.0, "Draft", clock=lambda: 6.0 * trainer.state.global_step))
     unrolls = [entry["ttt_steps"] for entry in trainer.state.log_history if "loss" in entry]
     assert unrolls == [1, 1, 1, 1, 2, 2, 2, 2, 3, 3]
+
+
+def test_a_machine_with_several_gpus(tmp_path):
+    """`SFTTrainer` refuses a process that uses more than one."""
+    for arguments in (SFTConfig, Eagle3TrainingArguments):
+        args = arguments(str(tmp_path), use_cpu=True, bf16=False)
+        for there, used in ((0, 0), (1, 1), (8, 1)):
+            args._n_gpu = there
+            assert on_one_gpu(args).n_gpu == used

@@ -2,6 +2,7 @@ import copy
 import json
 import os
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -268,6 +269,22 @@ def test_an_interrupted_extraction_goes_on(tmp_path, tokenizer):
     assert all(torch.equal(store[row][name], each) for row in range(20) for name, each in expected[row].items())
     with pytest.raises(ValueError, match="`rows_per_shard` must be at least 1, got 0"):
         trainer.extract_features(tmp_path / "none", rows_per_shard=0)
+
+
+def test_a_disk_that_is_too_small(tmp_path, tokenizer, monkeypatch, caplog):
+    trainer = make_trainer(tmp_path, tokenizer, make_target("llama"))
+    num_tokens = sum(map(len, trainer.train_dataset["input_ids"]))
+    hidden_size, num_states = trainer.target_model.config.hidden_size, len(trainer.aux_layer_ids) + 1
+    needed = num_tokens * num_states * hidden_size * 4
+    monkeypatch.setattr(features.shutil, "disk_usage", lambda folder: SimpleNamespace(free=needed - 1))
+    told = f"The states of {num_tokens:,} tokens take"
+    with pytest.raises(ValueError, match=f"{told} 0.00 GB, .*--feature_dtype float8"):
+        trainer.extract_features(tmp_path / "features")
+    assert not [*(tmp_path / "features").glob("rows*")]
+    # In fp8 they fit.
+    with caplog.at_level("INFO", logger="hf_eagle3"):
+        trainer.extract_features(tmp_path / "features", dtype="float8_e4m3fn")
+    assert told in caplog.text
 
 
 @pytest.mark.parametrize("place, name", [(Dataset, "save_to_disk"), (features, "save_file")])

@@ -1,6 +1,6 @@
 """Base classes of other methods' drafts and their configurations."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,7 +12,6 @@ from ..checkpoints.files import check_repo, verifier_without_path
 from ..remote_code.configuration_eagle3 import Eagle3Config
 from ..remote_code.draft_model_eagle3 import DraftModel
 from ..remote_code.tree_eagle3 import DraftTree
-from ..training.ttt import TTTBatch, UnrollStep
 from .static_tree import GUESSED_ACCURACIES, best_static_tree, grow_static_tree
 
 
@@ -73,7 +72,7 @@ class BaselineDraft(DraftModel):
     A draft of any class may define how it is trained ([`~ttt.draft_loss`]). Subclasses of this one define `unroll`, EAGLE-3's drafts
     none of these:
 
-    - `unroll(batch, steps)` yields the drafting steps. By default they are those of [`~ttt.ttt_unroll`].
+    - `unroll(batch, steps)` yields the first `steps` drafting steps ([`~ttt.UnrollStep`]). By default they are those of [`~ttt.ttt_unroll`].
     - `row_loss(logits, targets)` returns the loss of each row of the draft's own `unroll`, `(B, R)`, given logits `(B, R,
       draft_vocab_size)` and [`~ttt.RowTargets`]. By default it is the divergence from the target. Only that can be estimated
       from a sample of the vocabulary (`sampled_vocab_size`).
@@ -106,10 +105,6 @@ class BaselineDraft(DraftModel):
     def most_steps(self) -> int | None:
         """The largest `ttt_steps` that the draft can be trained with, or `None` if any number is allowed."""
         return None
-
-    def unroll(self, batch: TTTBatch, steps: int) -> Iterator[UnrollStep]:
-        """Yields the first `steps` drafting steps of training, each with the states and the head that predict its tokens."""
-        raise NotImplementedError
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """

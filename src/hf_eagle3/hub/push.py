@@ -46,7 +46,7 @@ UNKNOWN_TARGET = (
     "not find it. Push with the target's name on the Hub (`recipes/push.py --target OWNER/NAME`), with a token that can read that, or "
     "from where its folder is."
 )
-# Files of an earlier push. They may belong to other weights, or an earlier version of the code. The code of others stays.
+# Files of an earlier push. They may belong to other weights, or an earlier version of the code. Code under other names stays.
 EARLIER_FILES = (
     TRAINING_RECORD,
     BENCHMARK_RECORD,

@@ -53,6 +53,8 @@ class Eagle3TrainingArguments(SFTConfig):
     within a document. `"wrapped"` ignores where documents end. It is for running text.
 
     Args:
+        output_dir (`str`, *optional*, defaults to `"trainer_output"`):
+            The folder for the draft and its checkpoints. By default `recipes/train.py` names it after the target.
         target_model_init_kwargs (`dict`, *optional*):
             Arguments of `from_pretrained` for a target that is given by its name. `dtype` defaults to `"auto"`.
         model_init_kwargs (`dict`, *optional*):
@@ -98,6 +100,8 @@ class Eagle3TrainingArguments(SFTConfig):
         ddp_timeout (`int`, *optional*, defaults to 21600):
             The seconds that processes wait for each other. transformers' default, half an hour, may be too short: one process
             tokenizes the data for all.
+        chat_template_path (`str`, *optional*):
+            A Jinja file (`.jinja` or `.j2`) that replaces the chat template of the target's tokenizer.
         gradient_checkpointing (`bool`, *optional*):
             Not supported, because the unroll keeps the keys of every step.
 
@@ -124,6 +128,13 @@ class Eagle3TrainingArguments(SFTConfig):
     ddp_timeout: int = field(
         default=6 * 3600,
         metadata={"help": "Seconds that processes wait for each other. One process tokenizes the data for all."},
+    )
+
+    # Parameters whose help says what is not so here
+    output_dir: str | None = field(default=None, metadata={"help": "The folder for the draft and its checkpoints."})
+    chat_template_path: str | None = field(
+        default=None,
+        metadata={"help": "Jinja file (.jinja or .j2) that replaces the chat template of the target's tokenizer."},
     )
 
     # Parameters that control the target and the draft

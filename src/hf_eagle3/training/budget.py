@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainingArguments
 from trl import SFTTrainer
 
 from .trainer import Eagle3Trainer
@@ -81,6 +81,15 @@ class TimeBudget(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.bar.close()
+
+
+def on_one_gpu(args: TrainingArguments) -> TrainingArguments:
+    """
+    Returns the arguments of a trainer, changed to use only the first GPU. `SFTTrainer` refuses several GPUs in one process, and
+    a [`TimeBudget`] refuses several processes.
+    """
+    args._n_gpu = min(args.n_gpu, 1)
+    return args
 
 
 class TimedEagle3Trainer(Eagle3Trainer):

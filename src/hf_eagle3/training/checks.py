@@ -57,7 +57,8 @@ def check_call(
     if plugin is not None and plugin.hf_ds_config.is_zero3():
         raise ValueError(
             "DeepSpeed ZeRO-3 keeps only parts of the target and the draft in each process, and training needs their whole embeddings and "
-            "heads. Use ZeRO-2, or FSDP2 if the target does not fit on one GPU (recipes/accelerate_configs/fsdp2.yaml)."
+            "heads. Use ZeRO-2, or FSDP2 (recipes/accelerate_configs/fsdp2.yaml). If the target does not fit on one GPU, also pass "
+            "`--fsdp_size` (the number of processes, with FSDP2), or `--tp_plan auto`."
         )
     known = list(inspect.signature(SFTTrainer.__init__).parameters)[3:]  # after `self`, `model` and `args`
     if unknown := [name for name in kwargs if name not in known]:

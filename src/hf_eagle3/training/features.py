@@ -207,7 +207,7 @@ def start_store(
 ) -> FileLock:
     """
     Writes rows and index of a [`FeatureStore`], or checks that they are there already. Returns the lock of the folder. Raises
-    `ValueError` if the folder holds something else, or another run writes to it.
+    `ValueError` if the folder holds something else, another run writes to it, or the disk has too little space.
     """
     folder = Path(folder)
     unfinished = folder / f"rows{UNFINISHED}"  # of a run that was killed
@@ -231,11 +231,26 @@ def start_store(
     if (folder / "index.json").exists():
         check_same_store(folder, index, rows)
         return lock
+    check_space(folder, index, dtype)
     shutil.rmtree(unfinished, ignore_errors=True)
     rows.save_to_disk(str(unfinished))
     unfinished.rename(folder / "rows")
     write_atomically(folder / "index.json", json.dumps(index, indent=2))
     return lock
+
+
+def check_space(folder: Path, index: dict, dtype: torch.dtype) -> None:
+    """Logs the bytes that the states of a new store take. Raises `ValueError` if the disk has less."""
+    num_tokens, description = index["num_tokens"], index["description"]
+    size_of_token = (len(description["aux_layer_ids"]) + 1) * description["hidden_size"] * dtype.itemsize
+    needed, free = num_tokens * size_of_token / 1e9, shutil.disk_usage(folder).free / 1e9
+    logger.info(f"The states of {num_tokens:,} tokens take {needed:,.2f} GB in {folder}.")
+    if needed > free:
+        raise ValueError(
+            f"The states of {num_tokens:,} tokens take {needed:,.2f} GB, and the disk of {folder} has {free:,.2f} GB left. Choose another "
+            "folder, extract fewer rows (`--dataset_train_split 'train[:5%]'`), or store the states in fp8 "
+            "(`dtype='float8_e4m3fn'`, or `--feature_dtype float8_e4m3fn`)."
+        )
 
 
 def check_same_store(folder: Path, index: dict, rows: Dataset) -> None:

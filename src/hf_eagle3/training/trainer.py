@@ -181,7 +181,8 @@ class Eagle3Trainer(DraftSavingTrainer):
         args = copy.copy(args)
         if args.n_gpu > 1:  # `nn.DataParallel` cannot split the target's states of a batch
             logger.warning(
-                f"One process trains on one GPU, the first of {args.n_gpu} here. `accelerate launch` starts a process for each."
+                f"One process trains on one GPU, the first of {args.n_gpu} here. `accelerate launch` starts a process for each. A target "
+                "that `device_map` spreads over the GPUs needs one process."
             )
             args._n_gpu = 1
         args.accelerator_config = copy.copy(args.accelerator_config)  # `SFTTrainer` writes into it
@@ -447,8 +448,8 @@ class Eagle3Trainer(DraftSavingTrainer):
                 a scale of its own.
 
         Raises:
-            ValueError: if the data is a stream, the target is sharded by FSDP, the folder holds something else, or states cannot
-                be stored in the dtype.
+            ValueError: if the data is a stream, the target is sharded by FSDP, the folder holds something else, the disk has too little
+                space, or states cannot be stored in the dtype.
         """
         return extract(self, folder, rows_per_shard, dtype)
 

@@ -221,7 +221,7 @@ class SampledVocabulary(NamedTuple):
         return logits[..., self.tokens] + self.log_weights
 
 
-def selected_outputs(layer: torch.nn.Module, places: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+def selected_outputs(layer: torch.nn.Linear, places: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns a function that computes the outputs at some `places` `(S,)` of a linear layer without bias."""
     if hasattr(layer, "base_layer"):  # an adapter of PEFT, of which `weight` has nothing
         return lambda states: layer(states).index_select(-1, places)
