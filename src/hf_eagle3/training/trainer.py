@@ -116,6 +116,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         target_name = target_model if isinstance(target_model, str) else target_model.config._name_or_path
         args = self._own_arguments(args, target_name)
         peft_config = kwargs.get("peft_config")
+        assert args.output_dir is not None  # the arguments have a default
         check_output_folder(args.output_dir, target_name, peft_config is not None or isinstance(model, PeftModel))
         assert not isinstance(args.target_model_init_kwargs, str)  # the arguments check it
         with_images = any(map(shows_images, all_datasets(kwargs.get("train_dataset"), kwargs.get("eval_dataset"))))
