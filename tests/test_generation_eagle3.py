@@ -119,8 +119,13 @@ def test_every_tree_shape(target):
     for (i, depth), (j, width) in itertools.product(enumerate([1, 3, 8]), enumerate([1, 4, 16])):
         oracle, budget = make_oracle(target, text), budgets[(i + j) % 3]  # each meets each depth and each width
         oracle.generation_config.update(tree_depth=depth, branching_factor=width, num_assistant_tokens=budget)
+        oracle.generation_config.output_steps = True
         assert torch.equal(generate(target, prompt, assistant_model=oracle), text)
         assert max(oracle.last_generation.accepted_lengths) <= min(depth, budget) + 1
+        trees = [step.parents[0] for step in oracle.last_generation.steps if step.source == "draft"]
+        assert max(map(len, trees)) == 1 + min(budget, width + (depth - 1) * width**2)  # the best of all candidates
+        widest = max(parents[1:].count(node) for parents in trees for node in range(len(parents)))
+        assert widest <= width and (budget < 64 or widest == width)
 
 
 def test_layer_types_that_the_model_does_not_read(target):
@@ -151,6 +156,7 @@ def test_low_precision_target_runs():
     draft = make_draft(target, [prompt])
     assert draft.dtype == torch.bfloat16
     assert generate(target, prompt, assistant_model=draft).shape == (1, 40 + NEW_TOKENS)
+    assert max(draft.last_generation.accepted_lengths) >= 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,6 +13,7 @@ from conftest import (
     assert_same_text,
     each_once,
     generate,
+    lookups_of,
     make_batch,
     make_draft,
     make_oracle,
@@ -96,10 +97,11 @@ def test_draws_the_same_trees(target, monkeypatch, batch_size):
 
 def test_long_prompts_after_plain_steps(target):
     """What a draft has to catch up with may be longer than any tree."""
-    draft = make_draft(target, PROMPTS)
-    draft.generation_config.tree_policy = "auto"
     for inputs in (make_prompt(3), make_prompt(90), make_batch([2, 50, 9])):
-        assert_same_text(target, draft, inputs, ours=STATIC, max_new_tokens=80)
+        draft = make_draft(target, PROMPTS)  # a new one, because a policy that has seen it fail may not draft
+        draft.generation_config.tree_policy = "auto"
+        stats = assert_same_text(target, draft, inputs, ours=STATIC, max_new_tokens=80)
+        assert stats.plain_steps and stats.drafted_lengths
 
 
 class DraftsLate(StaticPolicy):
@@ -491,11 +493,14 @@ def test_rows_that_leave_do_not_make_new_graphs(graphs, target, sampling):
 
 
 def test_a_captured_draft_beside_short_lookups(graphs, target):
-    draft, prompt = make_draft(target, PROMPTS), make_prompt(6).repeat(1, 6)  # repeats itself
+    draft, prompt = make_draft(target, PROMPTS), make_prompt(9)
     draft.generation_config.tree_policy = "auto"
+    text = generate(target, prompt, max_new_tokens=60)
     for num_tokens in (1, 10, 24):
-        ours = {"prompt_lookup_num_tokens": num_tokens}
-        assert_same_text(target, draft, prompt, ours=ours, max_new_tokens=60)
+        with lookups_of(text):
+            ours = {"prompt_lookup_num_tokens": num_tokens}
+            assert assert_same_text(target, draft, prompt, ours=ours, max_new_tokens=60).lookup_steps > 0
+    assert any(graph.num_replays > 0 for graph in graphs)
 
 
 def test_a_capture_that_fails(monkeypatch, graphs, target, caplog):

@@ -198,8 +198,9 @@ def test_small_vocabularies_and_half_precision(method):
     assert_same_text(target, draft, batch)
     # Rounding may turn ties; a draft of the target's dtype is read and asked all the same.
     target, draft = make_target("llama").bfloat16(), draft.bfloat16()
+    draft.generation_config.tree_policy = "static"
     generate(target, batch, assistant_model=draft)
-    assert draft.last_generation.target_forwards > 1
+    assert draft.last_generation.drafted_lengths
 
 
 @pytest.mark.parametrize(

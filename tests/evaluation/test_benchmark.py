@@ -228,20 +228,20 @@ def test_what_was_looked_up_or_written_plainly_was_not_drafted():
     assert row.acceptance_by_position == [1]
 
 
-def test_the_draft_alone_looks_nothing_up(tokenizer, monkeypatch):
+def test_the_draft_alone_looks_nothing_up_and_chains_have_one_child(tokenizer, monkeypatch):
     target, tasks = make_target("llama"), {"a": [make_prompt(9)[0].tolist()]}
     draft = make_draft(target, [make_prompt(9)])
     settings, read = [], decoding_eagle3.tree_settings
 
     def noting_settings(*args):
-        settings.append(read(*args)["prompt_lookup_num_tokens"])
+        settings.append(tuple(read(*args)[name] for name in ("prompt_lookup_num_tokens", "branching_factor")))
         return read(*args)
 
     monkeypatch.setattr(decoding_eagle3, "tree_settings", noting_settings)
     methods = ["plain", "eagle3-chain", "eagle3-no-lookup", "eagle3"]
     rows = run_benchmark(target, tokenizer, draft, tasks, methods, [0.0], [1], 6, 1).rows
     assert [row.method for row in rows] == methods and all(row.num_identical == 1 for row in rows[1:])
-    assert settings == 2 * [0, 0, 24]  # of the warm-up, too
+    assert settings == 2 * [(0, 1), (0, 8), (24, 8)]  # of the warm-up, too
 
 
 def test_synchronize_waits_for_the_device_it_gets(monkeypatch):

@@ -330,6 +330,9 @@ def test_a_trained_draft_can_be_pickled(tmp_path, tokenizer):
     trainer.train()
     draft, inputs = trainer.draft.eval(), torch.tensor([[3, 4, 5]])
     copied, target = pickle.loads(pickle.dumps(draft)), make_target("llama")
+    expected = draft.state_dict()
+    assert copied.state_dict().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in copied.state_dict().items())
     texts = [generate(target, inputs, assistant_model=each) for each in (draft, copied)]
     assert torch.equal(*texts)
 
@@ -397,7 +400,13 @@ def test_schedules(tmp_path, tokenizer, name, kwargs):
     trainer = make_trainer(tmp_path, tokenizer, lr_scheduler_type=name, lr_scheduler_kwargs=kwargs, ttt_steps=1)
     trainer.train()
     rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
-    assert rates[0] == 1e-2 and rates[-1] < rates[0]
+    optimizer, expected = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-2), []
+    scheduler = transformers.get_scheduler(name, optimizer, 0, 3, scheduler_specific_kwargs=kwargs)
+    for _ in range(3):
+        expected += scheduler.get_last_lr()
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx(expected) and rates[-1] < rates[0]
 
 
 def test_a_table_in_a_notebook_has_few_columns(tmp_path, tokenizer, monkeypatch):
