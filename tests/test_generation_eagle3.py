@@ -13,6 +13,7 @@ from conftest import (
     VOCAB_SIZE,
     assert_an_oracle_gives_the_text,
     assert_same_text,
+    default_dtype,
     each_once,
     generate,
     make_batch,
@@ -580,13 +581,10 @@ def test_tokens_that_were_added_to_the_target(num_known, overrides, settings):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_the_default_dtype_does_not_matter_to_a_pairing(dtype):
     target = make_target("llama", vocab_size=1000)
-    draft, before = Eagle3ForSpeculation.from_target(target), torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
+    draft = Eagle3ForSpeculation.from_target(target)
+    with default_dtype(dtype):
         draft.validate_target(target)
         made = Eagle3ForSpeculation.from_target(target)
-    finally:
-        torch.set_default_dtype(before)
     assert made.config.verifier_fingerprint == draft.config.verifier_fingerprint
 
 

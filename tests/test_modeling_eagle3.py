@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE, assert_same_text, make_baseline, make_prompt, make_target
+from conftest import VOCAB_SIZE, assert_same_text, files_in, make_baseline, make_prompt, make_target
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -419,14 +419,14 @@ def test_a_draft_that_is_not_here_and_no_connection(tmp_path, held, monkeypatch)
 def test_weights_that_could_not_be_loaded_again_are_not_saved(tmp_path, target):
     draft = Eagle3ForSpeculation.from_target(target)
     draft.save_pretrained(tmp_path / "draft")
-    before = {path.name: path.read_bytes() for path in (tmp_path / "draft").glob("*.*")}
+    before = files_in(tmp_path / "draft")
     with torch.no_grad():
         draft.fc.weight[0, 0] = torch.nan
     with pytest.raises(
         ValueError, match=r"\['fc.weight'\] of this draft have values that are NaN or infinite, so it could not"
     ):
         draft.save_pretrained(tmp_path / "draft")  # over an earlier checkpoint
-    assert {path.name: path.read_bytes() for path in (tmp_path / "draft").glob("*.*")} == before
+    assert files_in(tmp_path / "draft") == before
     with pytest.raises(ValueError, match="config.json is a file. Pass a folder"):
         Eagle3ForSpeculation.from_target(target).save_pretrained(tmp_path / "draft" / "config.json")
 
@@ -434,11 +434,11 @@ def test_weights_that_could_not_be_loaded_again_are_not_saved(tmp_path, target):
 def test_saving_beside_another_model(tmp_path, target):
     draft = Eagle3ForSpeculation.from_target(target)
     target.save_pretrained(tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    before = files_in(tmp_path)
     for other in (draft, make_baseline("dflash", target), make_baseline("medusa", target)):
         with pytest.raises(ValueError, match="has config.json of another model, which the draft would damage"):
             other.save_pretrained(tmp_path)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert files_in(tmp_path) == before
     # Nor if its configuration is broken or missing, or its weights are in several files.
     for options in ({}, {"max_shard_size": "10KB"}):
         folder = tmp_path / f"broken{len(options)}"

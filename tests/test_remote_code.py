@@ -87,7 +87,7 @@ print(json.dumps(sorted(name for name in BLOCKED if name in sys.modules)))
 """
 
 
-def files_in(folder):
+def code_in(folder):
     return {str(path.relative_to(folder)) for path in folder.rglob("*.py")}
 
 
@@ -117,7 +117,7 @@ def test_saved_draft_generates_without_the_package(tmp_path, hub):
     assert result.returncode == 0, result.stderr[-3000:]
     *of_folders, loaded = result.stdout.splitlines()
     assert of_folders[-3:] == ["a a", "b b", "a a"] and json.loads(loaded) == []
-    assert files_in(tmp_path / "draft") == files_in(tmp_path / "second") == set(TRAVELLING)
+    assert code_in(tmp_path / "draft") == code_in(tmp_path / "second") == set(TRAVELLING)
     config = json.loads((tmp_path / "second" / "config.json").read_text())
     assert config == json.loads((tmp_path / "draft" / "config.json").read_text())
 

@@ -35,7 +35,6 @@ from hf_eagle3.remote_code.drafter_eagle3 import Drafter, can_be_captured
 from hf_eagle3.remote_code.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES
 from hf_eagle3.remote_code.policy_eagle3 import StaticPolicy
 from hf_eagle3.remote_code.tree_eagle3 import Plan
-from hf_eagle3.remote_code.verify_eagle3 import Verifier
 
 
 STATIC = {"cache_implementation": "static"}
@@ -77,20 +76,14 @@ def test_batches(family, do_sample):
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
-def test_draws_the_same_trees(target, monkeypatch, batch_size):
-    verify, trees = Verifier.verify, []
-
-    def recorded(self, tree, text):
-        trees[-1].append((tree.tokens.tolist(), tree.parents.tolist()))
-        return verify(self, tree, text)
-
-    monkeypatch.setattr(Verifier, "verify", recorded)
-    batch = make_batch([30, 9][:batch_size])
+def test_draws_the_same_trees(target, verified, batch_size):
+    trees, batch = [], make_batch([30, 9][:batch_size])
     draft = make_draft(target, PROMPTS, num_hidden_layers=2)
     draft.generation_config.tree_depth = 6  # deeper, two paths of this text come within 1e-6 of each other
     for cache in ({}, STATIC):
-        trees.append([])
+        verified.clear()
         generate(target, batch, assistant_model=draft, max_new_tokens=40, **cache)
+        trees.append([(tree.tokens.tolist(), tree.parents.tolist()) for tree in verified])
     whole = [tree for tree in trees[0] if len(tree[0][0]) == 25]
     assert len(whole) > 10 and trees[0][:12] == trees[1][:12]
 

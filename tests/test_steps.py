@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from conftest import assert_same_text, generate, lookups_of, make_batch, make_draft, make_prompt, make_target, oracle_of
+from conftest import (
+    assert_same_text,
+    generate,
+    lookups_of,
+    make_batch,
+    make_draft,
+    make_prompt,
+    make_target,
+    oracle_of,
+)
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 

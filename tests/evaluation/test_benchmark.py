@@ -32,7 +32,6 @@ from hf_eagle3.evaluation.benchmark import synchronize, without_padding
 from hf_eagle3.evaluation.drafts import sampled_digest
 from hf_eagle3.evaluation.plots import plot_acceptance, plot_batch_sizes, subtitle
 from hf_eagle3.remote_code import decoding_eagle3
-from hf_eagle3.remote_code.verify_eagle3 import Verifier
 from hf_eagle3.tokenizer import padded_inputs
 
 
@@ -355,7 +354,7 @@ def test_padding_is_no_text(tokens, ends, expected):
     assert without_padding(tokens, 0, ends) == expected
 
 
-def test_rows_that_end_earlier_count_as_they_are(tokenizer, monkeypatch):
+def test_rows_that_end_earlier_count_as_they_are(tokenizer, verified):
     """In a batch, whose rows are padded to the longest, and leave it as they do when nothing is measured."""
     target = make_target("llama")
     prompts = [tokenizer(prompt)["input_ids"] for prompt in ("some", "the end")]
@@ -365,15 +364,9 @@ def test_rows_that_end_earlier_count_as_they_are(tokenizer, monkeypatch):
 
     target.generation_config.eos_token_id = new_tokens(prompts[0])[3]
     num_tokens = sum(len(new_tokens(prompt)) for prompt in prompts)
-    draft, num_rows, verify = make_draft(target, [make_prompt(5)]), [], Verifier.verify
-
-    def counting(self, tree, text):
-        num_rows.append(len(tree.tokens))
-        return verify(self, tree, text)
-
-    monkeypatch.setattr(Verifier, "verify", counting)
+    draft = make_draft(target, [make_prompt(5)])
     results = run_benchmark(target, tokenizer, draft, {"a": prompts}, ["plain", "eagle3"], [0.0], [2], 10, 1)
-    assert set(num_rows) == {1, 2}
+    assert {len(tree.tokens) for tree in verified} == {1, 2}
     assert [row.new_tokens for row in results.rows] == [num_tokens, num_tokens] and num_tokens < 20
     assert results.rows[1].num_identical == 2
 

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers
-from conftest import assert_same_text, generate, make_prompt, make_target
+from conftest import assert_same_text, files_in, generate, make_prompt, make_target
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from trainers import CHATS, TEXTS, losses, make_trainer
@@ -469,10 +469,6 @@ def test_conversations_are_messages(tmp_path, tokenizer):
         for dataset in (trainer.train_dataset, trainer.eval_dataset):
             for name in ("input_ids", "labels"):
                 assert [row[name] for row in dataset] == expected[name][:]
-
-
-def files_in(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_no_other_model_is_overwritten(tmp_path, tokenizer):
