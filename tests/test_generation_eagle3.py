@@ -134,17 +134,6 @@ def test_layer_types_that_the_model_does_not_read(target):
     assert_an_oracle_gives_the_text(make_target("mistral", layer_types=["full_attention"] * 4), make_prompt(12))
 
 
-def test_several_layers_and_sliding_draft(target):
-    prompt = make_prompt(40)
-    for overrides in (
-        {"num_hidden_layers": 3},
-        {"model_type": "qwen3", "layer_types": ["sliding_attention"], "sliding_window": 8, "use_sliding_window": True},
-        {"fc_norm": False, "norm_output": False, "norm_before_residual": True},
-        {"has_own_embed_tokens": True},
-    ):
-        assert_same_text(target, make_draft(target, [prompt], **overrides), prompt)
-
-
 def test_embeddings_that_are_narrower_than_the_layers():
     """As those of OPT-350m: the draft is as wide as what it takes from the target."""
     oracle = assert_an_oracle_gives_the_text(make_target("opt", word_embed_proj_dim=16), make_prompt(12))
