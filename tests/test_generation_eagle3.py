@@ -431,6 +431,16 @@ def test_settings_of_draft_and_call(target):
         generate(target, prompt, assistant_model=oracle)
 
 
+def test_settings_beside_a_positional_generation_config(target):
+    prompt = make_prompt(8)
+    oracle = oracle_of(target, prompt, repetition_penalty=1.3)
+    given = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, repetition_penalty=1.3, tree_depth=5)
+    before = given.to_dict()
+    actual = target.generate(prompt, given, assistant_model=oracle, tree_depth=2)
+    assert torch.equal(actual, oracle.text) and max(oracle.last_generation.accepted_lengths) == 3
+    assert given.to_dict() == before
+
+
 def test_settings_beside_other_arguments(target, monkeypatch, said):
     """All arguments count, `None` too, and transformers does not warn that some are beside a `generation_config`."""
     prompt = make_prompt(8)
@@ -601,6 +611,8 @@ def targets_that(family, treats_trees):
             ):
                 if treats_trees == "refuses masks":
                     raise ValueError("the mask must have two dimensions")
+                if treats_trees == "runs out of memory":
+                    raise torch.OutOfMemoryError("no room for this mask")
                 attention_mask = None if treats_trees == "ignores masks" else attention_mask
             position_ids = None if treats_trees == "ignores positions" else position_ids
             return super().forward(*args, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
@@ -634,6 +646,12 @@ def test_targets_with_code_of_their_own(family, treats_trees, warned):
         for layer, other in zip(given.layers, expected.past_key_values.layers):
             torch.testing.assert_close(layer.keys, other.keys, rtol=1e-3, atol=1e-3)
     assert bool([text for text in warned if "cannot read a tree" in text]) == (treats_trees != "well")
+
+
+def test_memory_that_runs_out_says_nothing_about_a_target():
+    target, prompt = targets_that("llama", "runs out of memory"), make_prompt(9)
+    with pytest.raises(torch.OutOfMemoryError, match="no room for this mask"):
+        generate(target, prompt, assistant_model=Eagle3ForSpeculation.from_target(target))
 
 
 def test_a_branching_factor_beyond_the_vocabulary(target, draft):

@@ -69,6 +69,17 @@ except NotImplementedError as error:
 else:
     assert False
 
+def error_of(function, *args, **kwargs):
+    try:
+        function(*args, **kwargs)
+    except (ValueError, ImportError) as error:
+        return str(error)
+
+load = type(draft).from_pretrained
+assert "is not in the speculators format. `pip install hf-eagle3` reads others" in error_of(load, target_dir)
+assert "If another project saved it, `pip install hf-eagle3`" in error_of(load, draft_dir, fc_norm=False)
+assert "Pairing needs hf_eagle3: pip install 'hf-eagle3'" in error_of(draft.pair_with, target)
+
 for folder in others:
     other = AutoModel.from_pretrained(folder, trust_remote_code=True)
     print(folder.split("/")[-2], getattr(type(other), "OF", "a"))

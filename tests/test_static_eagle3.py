@@ -29,9 +29,9 @@ from transformers.generation import utils
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.baselines import BASELINES
-from hf_eagle3.remote_code import verify_eagle3
+from hf_eagle3.remote_code import drafter_eagle3, verify_eagle3
 from hf_eagle3.remote_code.cache_eagle3 import has_keys, with_room
-from hf_eagle3.remote_code.drafter_eagle3 import Drafter, can_be_captured
+from hf_eagle3.remote_code.drafter_eagle3 import DraftCache, Drafter, can_be_captured
 from hf_eagle3.remote_code.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES
 from hf_eagle3.remote_code.policy_eagle3 import StaticPolicy
 from hf_eagle3.remote_code.tree_eagle3 import Plan
@@ -419,6 +419,23 @@ def test_the_next_call_takes_the_graph_of_the_last_one(graphs, target):
         generate(target, prompts[0], assistant_model=draft)
         assert len(graphs) == number  # a hook may do anything, and is no part of a graph
     handle.remove()
+
+
+def test_the_slots_that_a_graph_keeps(graphs, target):
+    """They are zeroed, because NaNs pass through any mask. A call takes them if they are enough, and not far too many."""
+    draft, prompt = make_draft(target, PROMPTS), make_prompt(9)
+    lengths = assert_same_text(target, draft, prompt).accepted_lengths
+    (kept,) = drafter_eagle3._KEPT[draft].values()
+    assert max(lengths) > 1 and kept.num_slots == 256
+    for states in (*kept.keys, *kept.values):
+        states.fill_(torch.nan)
+    assert assert_same_text(target, draft, prompt).accepted_lengths == lengths and len(graphs) == 1
+    for length, number in ((300, 2), (9, 2)):
+        assert_same_text(target, draft, make_prompt(length))
+        assert len(graphs) == number
+    for num_slots, is_taken in ((257, False), (256, True), (64, True), (63, False)):
+        kept.keep(draft)
+        assert (DraftCache.take(draft, 1, num_slots, kept.conditions) is kept) == is_taken
 
 
 @pytest.mark.parametrize("what", ["autocast", "large", "quantized"])

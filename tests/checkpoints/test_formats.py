@@ -391,6 +391,10 @@ def test_bad_checkpoints(tmp_path, target, monkeypatch):
         (folder / "model.safetensors").unlink()
         Eagle3ForSpeculation.from_pretrained(folder)
     folder = write(tmp_path / "sharded", good, tensors, "sharded")
+    part = folder / json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]["norm.weight"]
+    save_file({name: tensor for name, tensor in load_file(part).items() if name != "norm.weight"}, part)
+    with pytest.raises(ValueError, match=r"lists tensors that its files do not hold: \['norm.weight'\]"):
+        Eagle3ForSpeculation.from_pretrained(folder)
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="lists model-00002"):
         Eagle3ForSpeculation.from_pretrained(folder)

@@ -243,6 +243,31 @@ def test_the_draft_alone_looks_nothing_up_and_chains_have_one_child(tokenizer, m
     assert settings == 2 * [(0, 1), (0, 8), (24, 8)]  # of the warm-up, too
 
 
+def test_settings_and_seeds_of_calls(tokenizer, monkeypatch):
+    """`top_k` is for samples, arguments of all calls are in each, and no repeat draws what another one has drawn."""
+    target, tasks = make_target("llama"), {"a": [[5, 6], [7, 8, 9], [3, 4]]}
+    draft, generate, set_seed = make_draft(target, [make_prompt(9)]), target.generate, benchmark.set_seed
+    calls, seeds = [], []
+
+    def noting_generate(**kwargs):
+        calls.append(kwargs)
+        return generate(**kwargs)
+
+    def noting_seed(seed):
+        seeds.append(seed)
+        set_seed(seed)
+
+    monkeypatch.setattr(target, "generate", noting_generate)
+    monkeypatch.setattr(benchmark, "set_seed", noting_seed)
+    monkeypatch.setattr(benchmark, "warm_up", lambda *args: {})
+    settings = {"sampling": {"top_k": 7}, "call": {"cache_implementation": "static"}}
+    rows = run_benchmark(target, tokenizer, draft, tasks, ["plain", "eagle3"], [0.0, 1.0], [1], 4, 2, **settings).rows
+    assert all(row.num_identical == 3 for row in rows if row.method == "eagle3") and len(rows) == 4
+    assert [(each["do_sample"], each.get("top_k")) for each in calls] == 12 * [(False, None)] + 12 * [(True, 7)]
+    assert all(each["cache_implementation"] == "static" for each in calls)
+    assert seeds == 2 * [seed for seed in range(6) for _ in range(2)]  # for each temperature and method
+
+
 def test_synchronize_waits_for_the_device_it_gets(monkeypatch):
     calls = []
     monkeypatch.setattr(torch.accelerator, "synchronize", calls.append)

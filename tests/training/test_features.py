@@ -270,6 +270,12 @@ def test_an_interrupted_extraction_goes_on(tmp_path, tokenizer):
         trainer.extract_features(tmp_path / "none", rows_per_shard=0)
 
 
+def test_features_of_a_stream_are_refused(tmp_path, tokenizer):
+    trainer = make_trainer(tmp_path, tokenizer, make_target("llama"), TEXTS.to_iterable_dataset())
+    with pytest.raises(ValueError, match="its rows are not numbered. Load the data whole"):
+        trainer.extract_features(tmp_path)
+
+
 @pytest.mark.parametrize("place, name", [(Dataset, "save_to_disk"), (features, "save_file")])
 def test_an_extraction_that_is_killed_while_it_writes_goes_on(tmp_path, tokenizer, monkeypatch, place, name):
     trainer = make_trainer(tmp_path, tokenizer, make_target("llama"))

@@ -17,6 +17,7 @@ import torch
 import transformers
 from conftest import assert_same_text, files_in, generate, make_prompt, make_target
 from datasets import Dataset
+from huggingface_hub import CommitInfo
 from peft import LoraConfig, get_peft_model
 from trainers import CHATS, TEXTS, losses, make_trainer
 from transformers import (
@@ -660,3 +661,16 @@ def test_failed_pushes_are_mentioned(tmp_path, tokenizer, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, logger="hf_eagle3"), pytest.raises(OSError, match="offline"):
         trainer.push_to_hub()
     assert f"To push it from there: python recipes/push.py {tmp_path} --repo_id me/draft" in caplog.text
+
+
+def test_a_benchmark_on_the_hub_that_cannot_be_deleted(tmp_path, tokenizer, monkeypatch, caplog):
+    """The draft was pushed all the same."""
+    trainer = make_trainer(tmp_path, tokenizer)
+    trainer.hub_model_id = "me/draft"
+    trainer.save_model()
+    commit, delete = Mock(spec=CommitInfo), Mock(side_effect=OSError("no connection"))
+    monkeypatch.setattr(SFTTrainer, "push_to_hub", lambda self, *args, **kwargs: commit)
+    monkeypatch.setattr("hf_eagle3.training.saving.delete_other_benchmark", delete)
+    with caplog.at_level(logging.WARNING, logger="hf_eagle3"):
+        assert trainer.push_to_hub() is commit
+    assert "me/draft may have a benchmark of other weights, which was not deleted: no connection" in caplog.text
