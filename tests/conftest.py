@@ -49,6 +49,7 @@ from hf_eagle3 import Eagle3ForSpeculation  # noqa: E402
 from hf_eagle3.baselines import DFlashForSpeculation  # noqa: E402
 from hf_eagle3.remote_code.lookup_eagle3 import TextIndex  # noqa: E402
 from hf_eagle3.remote_code.policy_eagle3 import Policy  # noqa: E402
+from hf_eagle3.remote_code.verify_eagle3 import Verifier  # noqa: E402
 from hf_eagle3.training.ttt import TTTBatch, documents_of  # noqa: E402
 
 
@@ -258,18 +259,13 @@ def save_with_code(target, folder):
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "mine", "auto_map": auto_map}))
 
 
-def make_gpt2(num_positions: int):
+def make_gpt2(**changes):
     """A random target that looks positions up in a table."""
-    sizes = {
-        "vocab_size": VOCAB_SIZE,
-        "n_embd": 32,
-        "n_layer": 4,
-        "n_head": 4,
-        "bos_token_id": 1,
-        "eos_token_id": None,
-    }
+    sizes = {"n_embd": 32, "n_head": 4, "n_layer": 6, "n_positions": 128, "vocab_size": VOCAB_SIZE}
+    dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    others = {"initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+    config = AutoConfig.for_model("gpt2", **{**sizes, **dropout, **others, **changes})
     torch.manual_seed(0)
-    config = AutoConfig.for_model("gpt2", n_positions=num_positions, **sizes)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
@@ -335,6 +331,23 @@ def make_draft(target, prompts, num_tokens: int = 6, max_new_tokens: int = 24, s
     # Not what is fastest here, but the same each time.
     draft.generation_config.update(tree_policy="static", tree_depth=4)
     return draft.eval()
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    """The contents of all files in a folder, by their names relative to it."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+@contextmanager
+def default_dtype(dtype):
+    """New tensors have another dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def make_batch(lengths, seed: int = 0) -> dict[str, torch.LongTensor]:
@@ -441,6 +454,19 @@ class OracleBlockDraft(Oracle, DFlashForSpeculation):
         )
         self.find_rows(position_ids[:, :1] - 1, inputs_embeds[:, 0])
         return self.favour(outputs, position_ids[:, logits_to_keep] + self.config.sample_from_anchor)
+
+
+@pytest.fixture
+def verified(monkeypatch):
+    """The trees that targets verified, roots alone among them."""
+    trees, verify = [], Verifier.verify
+
+    def noting(self, tree, text):
+        trees.append(tree)
+        return verify(self, tree, text)
+
+    monkeypatch.setattr(Verifier, "verify", noting)
+    return trees
 
 
 @pytest.fixture

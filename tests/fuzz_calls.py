@@ -20,6 +20,7 @@ from conftest import (
     MORE_FAMILIES,
     RECURRENT,
     VOCAB_SIZE,
+    default_dtype,
     lookups_of,
     make_baseline,
     make_batch,
@@ -326,16 +327,6 @@ def draw_padding(rng, batch) -> dict:
         batch["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0) + rng.choice([0, 1, rng.randint(2, 40)])
     batch["attention_mask"] = mask.to(rng.choice([torch.long, torch.bool, torch.float32, torch.int32]))
     return batch
-
-
-@contextlib.contextmanager
-def default_dtype(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 # Around both calls.

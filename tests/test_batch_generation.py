@@ -13,6 +13,7 @@ from conftest import (
     each_once,
     generate,
     make_batch,
+    make_gpt2,
     make_oracle,
     make_prompt,
     make_target,
@@ -28,8 +29,6 @@ from fuzz_calls import (
     ReplacesTheNewest,
 )
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
     DynamicCache,
     EosTokenCriteria,
     GenerationConfig,
@@ -482,15 +481,6 @@ def test_positions_that_come_to_a_rotary_switch_before_the_text_does():
     oracle = make_oracle(target, expected, padding=padding - 25)
     assert generate(target, batch, assistant_model=oracle).tolist() == expected.tolist()
     assert oracle.last_generation.acceptance_length > 1.2
-
-
-def make_gpt2(**changes):
-    sizes = {"n_embd": 32, "n_head": 4, "n_layer": 6, "n_positions": 128, "vocab_size": 96, "initializer_range": 0.3}
-    dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    tokens = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
-    config = AutoConfig.for_model("gpt2", **{**sizes, **dropout, **tokens, **changes})
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 def test_positions_that_are_looked_up_in_a_table():

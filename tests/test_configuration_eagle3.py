@@ -14,26 +14,6 @@ from hf_eagle3.remote_code.configuration_eagle3 import DIGESTED
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
-def test_config_json_is_the_speculators_schema(tmp_path, target):
-    Eagle3ForSpeculation.from_target(target, draft_token_ids=range(10)).save_pretrained(tmp_path)
-    saved = json.loads((tmp_path / "config.json").read_text())
-    assert "model_type" not in saved  # vLLM does not recognize the checkpoint with one
-    assert saved["architectures"] == ["Eagle3DraftModel"]
-    assert saved["speculators_model_type"] == "eagle3"
-    assert saved["speculators_config"]["algorithm"] == "eagle3"
-    assert saved["speculators_config"]["verifier"]["architectures"] == ["LlamaForCausalLM"]
-    assert saved["draft_vocab_size"] == 10
-    assert saved["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
-    layer_config = saved["transformer_layer_config"]
-    assert layer_config["model_type"] == "llama"
-    assert layer_config["vocab_size"] == target.config.vocab_size
-    assert layer_config["layer_types"] == ["full_attention"]
-    assert layer_config["num_aux_hidden_states"] == 3
-    assert layer_config["rope_parameters"]["rope_theta"] == target.config.rope_parameters["rope_theta"]
-    assert all(name in saved for name in FLAGS)
-    assert set(saved["auto_map"]) == {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
-
-
 def test_every_flag_survives_saving(tmp_path):
     for flag, value in itertools.product(FLAGS, (True, False)):
         Eagle3Config(**{flag: value}).save_pretrained(tmp_path)

@@ -13,6 +13,7 @@ from conftest import (
     VOCAB_SIZE,
     assert_an_oracle_gives_the_text,
     assert_same_text,
+    default_dtype,
     each_once,
     generate,
     make_batch,
@@ -119,24 +120,18 @@ def test_every_tree_shape(target):
     for (i, depth), (j, width) in itertools.product(enumerate([1, 3, 8]), enumerate([1, 4, 16])):
         oracle, budget = make_oracle(target, text), budgets[(i + j) % 3]  # each meets each depth and each width
         oracle.generation_config.update(tree_depth=depth, branching_factor=width, num_assistant_tokens=budget)
+        oracle.generation_config.output_steps = True
         assert torch.equal(generate(target, prompt, assistant_model=oracle), text)
         assert max(oracle.last_generation.accepted_lengths) <= min(depth, budget) + 1
+        trees = [step.parents[0] for step in oracle.last_generation.steps if step.source == "draft"]
+        assert max(map(len, trees)) == 1 + min(budget, width + (depth - 1) * width**2)  # the best of all candidates
+        widest = max(parents[1:].count(node) for parents in trees for node in range(len(parents)))
+        assert widest <= width and (budget < 64 or widest == width)
 
 
 def test_layer_types_that_the_model_does_not_read(target):
     """Mistral takes one mask for all layers, whatever else its configuration says."""
     assert_an_oracle_gives_the_text(make_target("mistral", layer_types=["full_attention"] * 4), make_prompt(12))
-
-
-def test_several_layers_and_sliding_draft(target):
-    prompt = make_prompt(40)
-    for overrides in (
-        {"num_hidden_layers": 3},
-        {"model_type": "qwen3", "layer_types": ["sliding_attention"], "sliding_window": 8, "use_sliding_window": True},
-        {"fc_norm": False, "norm_output": False, "norm_before_residual": True},
-        {"has_own_embed_tokens": True},
-    ):
-        assert_same_text(target, make_draft(target, [prompt], **overrides), prompt)
 
 
 def test_embeddings_that_are_narrower_than_the_layers():
@@ -151,6 +146,7 @@ def test_low_precision_target_runs():
     draft = make_draft(target, [prompt])
     assert draft.dtype == torch.bfloat16
     assert generate(target, prompt, assistant_model=draft).shape == (1, 40 + NEW_TOKENS)
+    assert max(draft.last_generation.accepted_lengths) >= 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -435,6 +431,16 @@ def test_settings_of_draft_and_call(target):
         generate(target, prompt, assistant_model=oracle)
 
 
+def test_settings_beside_a_positional_generation_config(target):
+    prompt = make_prompt(8)
+    oracle = oracle_of(target, prompt, repetition_penalty=1.3)
+    given = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, repetition_penalty=1.3, tree_depth=5)
+    before = given.to_dict()
+    actual = target.generate(prompt, given, assistant_model=oracle, tree_depth=2)
+    assert torch.equal(actual, oracle.text) and max(oracle.last_generation.accepted_lengths) == 3
+    assert given.to_dict() == before
+
+
 def test_settings_beside_other_arguments(target, monkeypatch, said):
     """All arguments count, `None` too, and transformers does not warn that some are beside a `generation_config`."""
     prompt = make_prompt(8)
@@ -574,13 +580,10 @@ def test_tokens_that_were_added_to_the_target(num_known, overrides, settings):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_the_default_dtype_does_not_matter_to_a_pairing(dtype):
     target = make_target("llama", vocab_size=1000)
-    draft, before = Eagle3ForSpeculation.from_target(target), torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
+    draft = Eagle3ForSpeculation.from_target(target)
+    with default_dtype(dtype):
         draft.validate_target(target)
         made = Eagle3ForSpeculation.from_target(target)
-    finally:
-        torch.set_default_dtype(before)
     assert made.config.verifier_fingerprint == draft.config.verifier_fingerprint
 
 
@@ -608,6 +611,8 @@ def targets_that(family, treats_trees):
             ):
                 if treats_trees == "refuses masks":
                     raise ValueError("the mask must have two dimensions")
+                if treats_trees == "runs out of memory":
+                    raise torch.OutOfMemoryError("no room for this mask")
                 attention_mask = None if treats_trees == "ignores masks" else attention_mask
             position_ids = None if treats_trees == "ignores positions" else position_ids
             return super().forward(*args, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
@@ -641,6 +646,12 @@ def test_targets_with_code_of_their_own(family, treats_trees, warned):
         for layer, other in zip(given.layers, expected.past_key_values.layers):
             torch.testing.assert_close(layer.keys, other.keys, rtol=1e-3, atol=1e-3)
     assert bool([text for text in warned if "cannot read a tree" in text]) == (treats_trees != "well")
+
+
+def test_memory_that_runs_out_says_nothing_about_a_target():
+    target, prompt = targets_that("llama", "runs out of memory"), make_prompt(9)
+    with pytest.raises(torch.OutOfMemoryError, match="no room for this mask"):
+        generate(target, prompt, assistant_model=Eagle3ForSpeculation.from_target(target))
 
 
 def test_a_branching_factor_beyond_the_vocabulary(target, draft):

@@ -520,5 +520,8 @@ def test_coarse_clocks_and_clocks_that_stand_still(monkeypatch, resolution, sett
     for batch in (make_batch([5]), make_batch([5, 9, 7])):
         draft = oracle_of(target, batch, **{**settings, "cache_implementation": None})
         draft.generation_config.tree_policy = "auto"
+        drafted = []
         for _ in range(3):
             assert torch.equal(generate(target, batch, assistant_model=draft, **settings), draft.text)
+            drafted += draft.last_generation.drafted_lengths
+        assert drafted

@@ -69,6 +69,17 @@ except NotImplementedError as error:
 else:
     assert False
 
+def error_of(function, *args, **kwargs):
+    try:
+        function(*args, **kwargs)
+    except (ValueError, ImportError) as error:
+        return str(error)
+
+load = type(draft).from_pretrained
+assert "is not in the speculators format. `pip install hf-eagle3` reads others" in error_of(load, target_dir)
+assert "If another project saved it, `pip install hf-eagle3`" in error_of(load, draft_dir, fc_norm=False)
+assert "Pairing needs hf_eagle3: pip install 'hf-eagle3'" in error_of(draft.pair_with, target)
+
 for folder in others:
     other = AutoModel.from_pretrained(folder, trust_remote_code=True)
     print(folder.split("/")[-2], getattr(type(other), "OF", "a"))
@@ -87,7 +98,7 @@ print(json.dumps(sorted(name for name in BLOCKED if name in sys.modules)))
 """
 
 
-def files_in(folder):
+def code_in(folder):
     return {str(path.relative_to(folder)) for path in folder.rglob("*.py")}
 
 
@@ -117,7 +128,7 @@ def test_saved_draft_generates_without_the_package(tmp_path, hub):
     assert result.returncode == 0, result.stderr[-3000:]
     *of_folders, loaded = result.stdout.splitlines()
     assert of_folders[-3:] == ["a a", "b b", "a a"] and json.loads(loaded) == []
-    assert files_in(tmp_path / "draft") == files_in(tmp_path / "second") == set(TRAVELLING)
+    assert code_in(tmp_path / "draft") == code_in(tmp_path / "second") == set(TRAVELLING)
     config = json.loads((tmp_path / "second" / "config.json").read_text())
     assert config == json.loads((tmp_path / "draft" / "config.json").read_text())
 

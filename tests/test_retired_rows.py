@@ -22,21 +22,6 @@ from test_batch_generation import Columns, StopAtLength
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import AutoModel, DynamicCache
 
-from hf_eagle3.remote_code.verify_eagle3 import Verifier
-
-
-@pytest.fixture
-def verified_rows(monkeypatch):
-    """How many rows each step of the target had."""
-    rows, verify = [], Verifier.verify
-
-    def noting_rows(self, tree, text):
-        rows.append(len(tree.tokens))
-        return verify(self, tree, text)
-
-    monkeypatch.setattr(Verifier, "verify", noting_rows)
-    return rows
-
 
 def end_token(batch, text):
     """The token that ends the rows of a text at the most different lengths, each a few tokens after the prompt."""
@@ -49,13 +34,12 @@ def end_token(batch, text):
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3", "gemma4-shared-kv", "llama4", "deepseek_v3"])
-def test_rows_that_are_finished_leave_the_batch(family, verified_rows):
+def test_rows_that_are_finished_leave_the_batch(family, verified):
     target, batch = make_target(family), make_batch([5, 40, 17, 9, 25, 13], seed=3)
     settings = {"eos_token_id": end_token(batch, generate(target, batch, max_new_tokens=40)), "pad_token_id": 0}
     assert_an_oracle_gives_the_text(target, batch, max_new_tokens=40, **settings)
-    assert (
-        verified_rows[0] == 6 and verified_rows == sorted(verified_rows, reverse=True) and len(set(verified_rows)) > 2
-    )
+    num_rows = [len(tree.tokens) for tree in verified]
+    assert num_rows[0] == 6 and num_rows == sorted(num_rows, reverse=True) and len(set(num_rows)) > 2
 
 
 @pytest.mark.parametrize("is_copy", [False, True], ids=["installed", "copy"])
@@ -73,13 +57,13 @@ def test_rows_leave_although_the_draft_reads_by_hooks(is_copy, target, tmp_path)
     assert {len(step.rows) for step in assert_same_text(target, draft, batch, **settings).steps} == {1, 2, 3}
 
 
-def test_rows_leave_a_target_in_mixed_precision(target, verified_rows):
+def test_rows_leave_a_target_in_mixed_precision(target, verified):
     """Whose forward accelerate wraps, as in training."""
     target, batch, settings = copy.deepcopy(target), make_batch([5, 9, 17]), {"max_new_tokens": 40, "pad_token_id": 0}
     settings["eos_token_id"] = end_token(batch, generate(target, batch, **settings))
     target.forward = MethodType(convert_outputs_to_fp32(target.forward.__func__), target)
     assert_an_oracle_gives_the_text(target, batch, **settings)
-    assert set(verified_rows) == {1, 2, 3}
+    assert {len(tree.tokens) for tree in verified} == {1, 2, 3}
 
 
 @pytest.mark.parametrize(
@@ -87,7 +71,7 @@ def test_rows_leave_a_target_in_mixed_precision(target, verified_rows):
     [({}, "auto"), ({"temperature": 1.5, "repetition_penalty": 1.1}, "static")],
     ids=["at once", "visited"],
 )
-def test_rows_that_leave_leave_the_sample_of_the_others(target, verified_rows, policy, settings):
+def test_rows_that_leave_leave_the_sample_of_the_others(target, verified, policy, settings):
     batch = make_batch([5, 9, 17, 3])
     for seed in range(3):
         kwargs = {"do_sample": True, "max_new_tokens": 40, "pad_token_id": 0, **settings}
@@ -95,7 +79,7 @@ def test_rows_that_leave_leave_the_sample_of_the_others(target, verified_rows, p
         oracle = oracle_of(target, batch, seed, **kwargs)
         oracle.generation_config.tree_policy = policy
         assert_gives_its_text(oracle, target, batch, seed, **kwargs)
-    assert {1, 2, 3, 4} <= set(verified_rows)
+    assert {1, 2, 3, 4} <= {len(tree.tokens) for tree in verified}
 
 
 @pytest.mark.parametrize(
@@ -114,7 +98,7 @@ def test_rows_that_leave_leave_the_sample_of_the_others(target, verified_rows, p
         "streamer",
     ],
 )
-def test_rows_stay_where_their_leaving_could_be_noticed(target, verified_rows, why, monkeypatch):
+def test_rows_stay_where_their_leaving_could_be_noticed(target, verified, why, monkeypatch):
     batch, settings = make_batch([5, 9, 17]), {"max_new_tokens": 40, "pad_token_id": 0}
     settings["eos_token_id"] = end_token(batch, generate(target, batch, **settings))
     forward, layer, caches = target.forward, target.model.layers[2], []
@@ -161,7 +145,7 @@ def test_rows_stay_where_their_leaving_could_be_noticed(target, verified_rows, w
     for hook in hooks:
         hook.remove()
     assert texts[0].tolist() == texts[1].tolist()
-    assert oracle.last_generation.acceptance_length > 1.2 and set(verified_rows) == {3}
+    assert oracle.last_generation.acceptance_length > 1.2 and {len(tree.tokens) for tree in verified} == {3}
     for layers in zip(*(cache.layers for cache in caches)):
         torch.testing.assert_close(layers[0].keys, layers[1].keys, atol=1e-4, rtol=1e-4)
 

@@ -13,6 +13,7 @@ from conftest import (
     assert_same_text,
     each_once,
     generate,
+    lookups_of,
     make_batch,
     make_draft,
     make_oracle,
@@ -28,13 +29,12 @@ from transformers.generation import utils
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.baselines import BASELINES
-from hf_eagle3.remote_code import verify_eagle3
+from hf_eagle3.remote_code import drafter_eagle3, verify_eagle3
 from hf_eagle3.remote_code.cache_eagle3 import has_keys, with_room
-from hf_eagle3.remote_code.drafter_eagle3 import Drafter, can_be_captured
+from hf_eagle3.remote_code.drafter_eagle3 import DraftCache, Drafter, can_be_captured
 from hf_eagle3.remote_code.outputs_eagle3 import CAN_SELECT_HIDDEN_STATES
 from hf_eagle3.remote_code.policy_eagle3 import StaticPolicy
 from hf_eagle3.remote_code.tree_eagle3 import Plan
-from hf_eagle3.remote_code.verify_eagle3 import Verifier
 
 
 STATIC = {"cache_implementation": "static"}
@@ -76,30 +76,25 @@ def test_batches(family, do_sample):
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
-def test_draws_the_same_trees(target, monkeypatch, batch_size):
-    verify, trees = Verifier.verify, []
-
-    def recorded(self, tree, text):
-        trees[-1].append((tree.tokens.tolist(), tree.parents.tolist()))
-        return verify(self, tree, text)
-
-    monkeypatch.setattr(Verifier, "verify", recorded)
-    batch = make_batch([30, 9][:batch_size])
+def test_draws_the_same_trees(target, verified, batch_size):
+    trees, batch = [], make_batch([30, 9][:batch_size])
     draft = make_draft(target, PROMPTS, num_hidden_layers=2)
     draft.generation_config.tree_depth = 6  # deeper, two paths of this text come within 1e-6 of each other
     for cache in ({}, STATIC):
-        trees.append([])
+        verified.clear()
         generate(target, batch, assistant_model=draft, max_new_tokens=40, **cache)
+        trees.append([(tree.tokens.tolist(), tree.parents.tolist()) for tree in verified])
     whole = [tree for tree in trees[0] if len(tree[0][0]) == 25]
     assert len(whole) > 10 and trees[0][:12] == trees[1][:12]
 
 
 def test_long_prompts_after_plain_steps(target):
     """What a draft has to catch up with may be longer than any tree."""
-    draft = make_draft(target, PROMPTS)
-    draft.generation_config.tree_policy = "auto"
     for inputs in (make_prompt(3), make_prompt(90), make_batch([2, 50, 9])):
-        assert_same_text(target, draft, inputs, ours=STATIC, max_new_tokens=80)
+        draft = make_draft(target, PROMPTS)  # a new one, because a policy that has seen it fail may not draft
+        draft.generation_config.tree_policy = "auto"
+        stats = assert_same_text(target, draft, inputs, ours=STATIC, max_new_tokens=80)
+        assert stats.plain_steps and stats.drafted_lengths
 
 
 class DraftsLate(StaticPolicy):
@@ -298,17 +293,12 @@ def test_offloaded_static_caches_are_refused(target, oracle):
         target.generate(PROMPTS[0], assistant_model=oracle, cache_implementation="offloaded_static", max_new_tokens=4)
 
 
-def test_what_static_caches_cannot_do(target, oracle):
+def test_static_caches_of_the_callers_own_that_have_windows_are_refused():
     windows = make_target("gemma3")
     draft = make_draft(windows, PROMPTS)
     cache = StaticCache(config=windows.config, max_cache_len=64)
     with pytest.raises(ValueError, match="StaticSlidingWindowLayer layers.*cache_implementation='static'"):
         windows.generate(PROMPTS[0], assistant_model=draft, past_key_values=cache, max_new_tokens=4)
-    eager = make_target("llama")
-    eager.set_attn_implementation("eager")
-    returned = {"return_dict_in_generate": True, "output_attentions": True}
-    with pytest.raises(ValueError, match="the attentions of a tree"):
-        eager.generate(PROMPTS[0], assistant_model=oracle, max_new_tokens=4, **STATIC, **returned)
 
 
 @pytest.fixture
@@ -431,6 +421,23 @@ def test_the_next_call_takes_the_graph_of_the_last_one(graphs, target):
     handle.remove()
 
 
+def test_the_slots_that_a_graph_keeps(graphs, target):
+    """They are zeroed, because NaNs pass through any mask. A call takes them if they are enough, and not far too many."""
+    draft, prompt = make_draft(target, PROMPTS), make_prompt(9)
+    lengths = assert_same_text(target, draft, prompt).accepted_lengths
+    (kept,) = drafter_eagle3._KEPT[draft].values()
+    assert max(lengths) > 1 and kept.num_slots == 256
+    for states in (*kept.keys, *kept.values):
+        states.fill_(torch.nan)
+    assert assert_same_text(target, draft, prompt).accepted_lengths == lengths and len(graphs) == 1
+    for length, number in ((300, 2), (9, 2)):
+        assert_same_text(target, draft, make_prompt(length))
+        assert len(graphs) == number
+    for num_slots, is_taken in ((257, False), (256, True), (64, True), (63, False)):
+        kept.keep(draft)
+        assert (DraftCache.take(draft, 1, num_slots, kept.conditions) is kept) == is_taken
+
+
 @pytest.mark.parametrize("what", ["autocast", "large", "quantized"])
 def test_graphs_that_are_not_kept(graphs, target, monkeypatch, what):
     draft, prompt = make_draft(target, PROMPTS), make_prompt(9)
@@ -491,11 +498,14 @@ def test_rows_that_leave_do_not_make_new_graphs(graphs, target, sampling):
 
 
 def test_a_captured_draft_beside_short_lookups(graphs, target):
-    draft, prompt = make_draft(target, PROMPTS), make_prompt(6).repeat(1, 6)  # repeats itself
+    draft, prompt = make_draft(target, PROMPTS), make_prompt(9)
     draft.generation_config.tree_policy = "auto"
+    text = generate(target, prompt, max_new_tokens=60)
     for num_tokens in (1, 10, 24):
-        ours = {"prompt_lookup_num_tokens": num_tokens}
-        assert_same_text(target, draft, prompt, ours=ours, max_new_tokens=60)
+        with lookups_of(text):
+            ours = {"prompt_lookup_num_tokens": num_tokens}
+            assert assert_same_text(target, draft, prompt, ours=ours, max_new_tokens=60).lookup_steps > 0
+    assert any(graph.num_replays > 0 for graph in graphs)
 
 
 def test_a_capture_that_fails(monkeypatch, graphs, target, caplog):

@@ -91,4 +91,9 @@ def make_ttt_batch(target, draft, input_ids, labels=None, attention_mask=None, p
 def losses(trainer):
     """Trains, and returns the losses that were logged."""
     trainer.train()
+    return losses_of(trainer)
+
+
+def losses_of(trainer):
+    """The losses that were logged."""
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

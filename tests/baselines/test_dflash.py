@@ -855,7 +855,7 @@ def test_what_is_not_understood_is_refused(tmp_path, changes, message):
         ({"layer_types": ["full_attention"]}, "layer_types"),
         ({"speculators_model_type": "dflash2"}, "is of 'dflash2'|of the kind 'dflash2'"),
         ({**speculators_config(windows=[1]), "sliding_window_non_causal": None}, "does not say whether the block is causal"),
-        ({"transformer_layer_config": {**SPECULATORS_CONFIG["transformer_layer_config"], "model_type": "llama"}}, "not of 'llama'|`use_sliding_window`|max_window_layers"),
+        ({"transformer_layer_config": {**SPECULATORS_CONFIG["transformer_layer_config"], "model_type": "llama"}}, "has layers of 'qwen3', not of 'llama'"),
         ({"transformer_layer_config": {**SPECULATORS_CONFIG["transformer_layer_config"], "layer_types": ["sliding_attention"] * 2}}, "no window is on"),
         ({"transformer_layer_config": {**SPECULATORS_CONFIG["transformer_layer_config"], "shared_experts": 2}}, "shared_experts"),
     ],

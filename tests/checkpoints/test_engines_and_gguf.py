@@ -6,7 +6,7 @@ import sys
 import gguf
 import pytest
 import torch
-from conftest import EXPERIMENTS, load_script, make_target, make_tokenizer
+from conftest import EXPERIMENTS, files_in, load_script, make_target, make_tokenizer
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints import ENGINES, describe_engines, export, llama_cpp, openvino, sglang, writing
@@ -225,10 +225,10 @@ def test_the_other_half_of_an_export(target, tmp_path, target_gguf, monkeypatch)
 
 def test_a_target_is_unpacked_into_a_new_folder(target, target_gguf, tmp_path, run_recipe):
     target.save_pretrained(tmp_path / "other")
-    before = {path.name: path.read_bytes() for path in (tmp_path / "other").iterdir()}
+    before = files_in(tmp_path / "other")
     result = run_recipe("from_gguf.py", target_gguf, tmp_path / "other")
     assert result.returncode == 1 and "other is not empty" in result.stderr
-    assert {path.name: path.read_bytes() for path in (tmp_path / "other").iterdir()} == before
+    assert files_in(tmp_path / "other") == before
 
 
 def test_versions_are_those_that_are_run():

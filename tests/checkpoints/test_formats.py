@@ -1,6 +1,5 @@
 """Checkpoints as other projects write them, made here by what is known of their formats."""
 
-import functools
 import itertools
 import json
 import random
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_prompt, make_target
+from conftest import assert_same_text, make_prompt, make_target
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
@@ -82,14 +81,9 @@ def edit_config(folder, *dropped, **changes):
     return folder
 
 
-@functools.cache
-def text_of(target):
-    return target.generate(make_prompt(9), do_sample=False, max_new_tokens=5)
-
-
 @torch.no_grad()
 def assert_same(draft, reference, target):
-    """The same network, and the same text at work."""
+    """The same network, for this target."""
     for each in (draft, reference):
         each.borrow_embeddings(target)
     width = reference.config.target_hidden_size * reference.config.num_aux_hidden_states
@@ -100,9 +94,13 @@ def assert_same(draft, reference, target):
     torch.testing.assert_close(first.last_hidden_state, second.last_hidden_state, atol=1e-5, rtol=1e-5)
     assert torch.equal(draft.draft_token_ids, reference.draft_token_ids)
     assert draft.resolve_aux_layer_ids(target) == reference.resolve_aux_layer_ids(target)
-    call = {"assistant_model": draft, "tree_policy": "static", "tree_depth": 3, "max_new_tokens": 5}
-    assert torch.equal(target.generate(tokens, do_sample=False, **call), text_of(target))
-    assert draft.last_generation.drafted_lengths
+    draft.validate_target(target)
+
+
+def assert_drafts(draft, target):
+    """It drafts, and the text is the target's."""
+    ours = {"tree_policy": "static", "tree_depth": 3}
+    assert assert_same_text(target, draft, make_prompt(9), ours=ours, max_new_tokens=5).drafted_lengths
 
 
 def safeailab(draft, **changes):
@@ -123,6 +121,7 @@ def test_safeailab(tmp_path, target):
     assert "eagle_aux_hidden_state_layer_ids" in info["assumed"] and info["assumed"]["norm_before_residual"] is False
     assert draft.config.eagle_aux_hidden_state_layer_ids is None
     assert_same(draft, reference, target)
+    assert_drafts(draft, target)
 
 
 @pytest.mark.parametrize("kind, is_alone", [("bin", False), ("safetensors", True), ("sharded", False), ("bin", True)])
@@ -162,6 +161,7 @@ def test_sglang(tmp_path, target, names):
     # Outputs of layers 1, 3 and 4 enter layers 2, 4 and 5.
     assert draft.config.eagle_aux_hidden_state_layer_ids == [2, 4, 5]
     assert_same(draft, reference, target)
+    assert_drafts(draft, target)
 
 
 def test_modelopt(tmp_path, target):
@@ -174,6 +174,7 @@ def test_modelopt(tmp_path, target):
     draft, info = Eagle3ForSpeculation.from_pretrained(folder, output_loading_info=True)
     assert info["format"] == "modelopt" and draft.config.norm_before_fc
     assert_same(draft, reference, target)
+    assert_drafts(draft, target)
     config["eagle_config"]["parallel_draft_step"] = 2
     write(folder, config, midlayer(reference))
     with pytest.raises(ValueError, match="several tokens in one pass .*vLLM"):
@@ -390,6 +391,10 @@ def test_bad_checkpoints(tmp_path, target, monkeypatch):
         (folder / "model.safetensors").unlink()
         Eagle3ForSpeculation.from_pretrained(folder)
     folder = write(tmp_path / "sharded", good, tensors, "sharded")
+    part = folder / json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]["norm.weight"]
+    save_file({name: tensor for name, tensor in load_file(part).items() if name != "norm.weight"}, part)
+    with pytest.raises(ValueError, match=r"lists tensors that its files do not hold: \['norm.weight'\]"):
+        Eagle3ForSpeculation.from_pretrained(folder)
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="lists model-00002"):
         Eagle3ForSpeculation.from_pretrained(folder)

@@ -404,11 +404,13 @@ def test_what_vllm_checks_of_what_we_save(tmp_path):
     assert speculators_config["algorithm"] == "eagle3" and speculators_config["default_proposal_method"] == "greedy"
     (method,) = speculators_config["proposal_methods"]
     assert method["proposal_type"] == "greedy" and method["speculative_tokens"] == 3
-    assert speculators_config["verifier"]["name_or_path"] and speculators_config["verifier"]["architectures"]
+    assert speculators_config["verifier"] == {"architectures": ["LlamaForCausalLM"], "name_or_path": "tiny"}
+    assert config["auto_map"].keys() == {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
     layer_config = config["transformer_layer_config"]
-    assert layer_config["model_type"] in ("llama", "qwen3") and layer_config["vocab_size"] == 24
-    assert len(layer_config["layer_types"]) == layer_config["num_hidden_layers"]
-    assert layer_config["num_aux_hidden_states"] == len(config["eagle_aux_hidden_state_layer_ids"]) == 3
+    assert layer_config["model_type"] == "llama" and layer_config["vocab_size"] == 24
+    assert layer_config["layer_types"] == ["full_attention"] * layer_config["num_hidden_layers"]
+    assert layer_config["rope_parameters"]["rope_theta"] == 10000.0
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 3, 4] and layer_config["num_aux_hidden_states"] == 3
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "draft_vocab_size")
     # Readers disagree on what a missing one means.
     assert all(config[flag] is not None for flag in (*flags, "target_hidden_size"))

@@ -68,7 +68,7 @@ def test_rows_that_a_target_cannot_answer_are_left_out(tmp_path, tokenizer):
     refusing = "{% if messages[0]['content'] == 'no' %}{{ raise_exception('never') }}{% endif %}"
     without_system = "{% set messages = messages | rejectattr('role', 'equalto', 'system') | list %}"
     tokenizer.chat_template = refusing + without_system + tokenizer.chat_template
-    target = make_gpt2(num_positions=16)
+    target = make_gpt2(n_positions=16)
     rows = [{"messages": [user(text)]} for text in ("ab", "no", "abcdefghijklm", "c")]
     rows.append({"messages": [{"role": "system", "content": "s"}, user("a")]})
     written, output = regenerate(tmp_path, target, tokenizer, rows, 2, max_new_tokens=4, do_sample=False)

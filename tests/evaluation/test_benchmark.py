@@ -32,7 +32,6 @@ from hf_eagle3.evaluation.benchmark import synchronize, without_padding
 from hf_eagle3.evaluation.drafts import sampled_digest
 from hf_eagle3.evaluation.plots import plot_acceptance, plot_batch_sizes, subtitle
 from hf_eagle3.remote_code import decoding_eagle3
-from hf_eagle3.remote_code.verify_eagle3 import Verifier
 from hf_eagle3.tokenizer import padded_inputs
 
 
@@ -230,20 +229,45 @@ def test_what_was_looked_up_or_written_plainly_was_not_drafted():
     assert row.acceptance_by_position == [1]
 
 
-def test_the_draft_alone_looks_nothing_up(tokenizer, monkeypatch):
+def test_the_draft_alone_looks_nothing_up_and_chains_have_one_child(tokenizer, monkeypatch):
     target, tasks = make_target("llama"), {"a": [make_prompt(9)[0].tolist()]}
     draft = make_draft(target, [make_prompt(9)])
     settings, read = [], decoding_eagle3.tree_settings
 
     def noting_settings(*args):
-        settings.append(read(*args)["prompt_lookup_num_tokens"])
+        settings.append(tuple(read(*args)[name] for name in ("prompt_lookup_num_tokens", "branching_factor")))
         return read(*args)
 
     monkeypatch.setattr(decoding_eagle3, "tree_settings", noting_settings)
     methods = ["plain", "eagle3-chain", "eagle3-no-lookup", "eagle3"]
     rows = run_benchmark(target, tokenizer, draft, tasks, methods, [0.0], [1], 6, 1).rows
     assert [row.method for row in rows] == methods and all(row.num_identical == 1 for row in rows[1:])
-    assert settings == 2 * [0, 0, 24]  # of the warm-up, too
+    assert settings == 2 * [(0, 1), (0, 8), (24, 8)]  # of the warm-up, too
+
+
+def test_settings_and_seeds_of_calls(tokenizer, monkeypatch):
+    """`top_k` is for samples, arguments of all calls are in each, and no repeat draws what another one has drawn."""
+    target, tasks = make_target("llama"), {"a": [[5, 6], [7, 8, 9], [3, 4]]}
+    draft, generate, set_seed = make_draft(target, [make_prompt(9)]), target.generate, benchmark.set_seed
+    calls, seeds = [], []
+
+    def noting_generate(**kwargs):
+        calls.append(kwargs)
+        return generate(**kwargs)
+
+    def noting_seed(seed):
+        seeds.append(seed)
+        set_seed(seed)
+
+    monkeypatch.setattr(target, "generate", noting_generate)
+    monkeypatch.setattr(benchmark, "set_seed", noting_seed)
+    monkeypatch.setattr(benchmark, "warm_up", lambda *args: {})
+    settings = {"sampling": {"top_k": 7}, "call": {"cache_implementation": "static"}}
+    rows = run_benchmark(target, tokenizer, draft, tasks, ["plain", "eagle3"], [0.0, 1.0], [1], 4, 2, **settings).rows
+    assert all(row.num_identical == 3 for row in rows if row.method == "eagle3") and len(rows) == 4
+    assert [(each["do_sample"], each.get("top_k")) for each in calls] == 12 * [(False, None)] + 12 * [(True, 7)]
+    assert all(each["cache_implementation"] == "static" for each in calls)
+    assert seeds == 2 * [seed for seed in range(6) for _ in range(2)]  # for each temperature and method
 
 
 def test_synchronize_waits_for_the_device_it_gets(monkeypatch):
@@ -357,7 +381,7 @@ def test_padding_is_no_text(tokens, ends, expected):
     assert without_padding(tokens, 0, ends) == expected
 
 
-def test_rows_that_end_earlier_count_as_they_are(tokenizer, monkeypatch):
+def test_rows_that_end_earlier_count_as_they_are(tokenizer, verified):
     """In a batch, whose rows are padded to the longest, and leave it as they do when nothing is measured."""
     target = make_target("llama")
     prompts = [tokenizer(prompt)["input_ids"] for prompt in ("some", "the end")]
@@ -367,15 +391,9 @@ def test_rows_that_end_earlier_count_as_they_are(tokenizer, monkeypatch):
 
     target.generation_config.eos_token_id = new_tokens(prompts[0])[3]
     num_tokens = sum(len(new_tokens(prompt)) for prompt in prompts)
-    draft, num_rows, verify = make_draft(target, [make_prompt(5)]), [], Verifier.verify
-
-    def counting(self, tree, text):
-        num_rows.append(len(tree.tokens))
-        return verify(self, tree, text)
-
-    monkeypatch.setattr(Verifier, "verify", counting)
+    draft = make_draft(target, [make_prompt(5)])
     results = run_benchmark(target, tokenizer, draft, {"a": prompts}, ["plain", "eagle3"], [0.0], [2], 10, 1)
-    assert set(num_rows) == {1, 2}
+    assert {len(tree.tokens) for tree in verified} == {1, 2}
     assert [row.new_tokens for row in results.rows] == [num_tokens, num_tokens] and num_tokens < 20
     assert results.rows[1].num_identical == 2
 

@@ -9,7 +9,7 @@ import huggingface_hub
 import pytest
 import torch
 import trainers
-from conftest import make_baseline, make_draft, make_prompt, make_target
+from conftest import files_in, make_baseline, make_draft, make_prompt, make_target
 from hub.test_card import BENCHMARK, TRAINING
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import LocalEntryNotFoundError
@@ -92,7 +92,7 @@ def test_a_repo_of_another_model_stays(hub, draft, tokenizer, tmp_path, file):
     files = {file: b""}
     if file == "of a target":
         make_target("llama").save_pretrained(tmp_path / "target")
-        files = {path.name: path.read_bytes() for path in (tmp_path / "target").iterdir()}
+        files = files_in(tmp_path / "target")
     hub.repos["me/other"] = {"main": [{}, files]}
     for revision in (None, "new-branch"):
         with pytest.raises(ValueError, match="me/other has .* of another model"):
@@ -146,7 +146,7 @@ def test_the_name_of_a_repo(target):
 def test_a_download_that_is_forced_is_one(hub, draft, tmp_path):
     export(Eagle3ForSpeculation.from_target(make_target("llama"), **FORMS["classic"]), tmp_path / "sglang", "sglang")
     push_draft(draft, REPO)
-    hub.repos["me/sglang"] = {"main": [{path.name: path.read_bytes() for path in (tmp_path / "sglang").iterdir()}]}
+    hub.repos["me/sglang"] = {"main": [files_in(tmp_path / "sglang")]}
     for repo in (REPO, "me/sglang"):
         for _ in range(2):
             hub.requests.clear()
@@ -443,7 +443,7 @@ def test_a_header_that_cannot_be_fetched(hub, tmp_path, monkeypatch):
     target = make_target("llama", num_hidden_layers=8)
     export(Eagle3ForSpeculation.from_target(target, **FORMS["classic"]), tmp_path / "sglang", "sglang")
     for repo in (REPO, "me/other"):
-        files = {f"small/{path.name}": path.read_bytes() for path in (tmp_path / "sglang").iterdir()}
+        files = {f"small/{name}": content for name, content in files_in(tmp_path / "sglang").items()}
         hub.repos[repo] = {"main": [files]}
         assert type(AutoModel.from_pretrained(repo, subfolder="small")) is Eagle3ForSpeculation
         monkeypatch.setattr(HfApi, "parse_safetensors_file_metadata", lambda *args, **kwargs: 1 / 0)

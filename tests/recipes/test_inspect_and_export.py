@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoints.test_formats import edit_config
-from conftest import make_baseline, make_draft, make_prompt, make_target, save_with_code
+from conftest import files_in, make_baseline, make_draft, make_prompt, make_target, save_with_code
 from huggingface_hub import HfApi
 from transformers import AutoModelForCausalLM
 
@@ -207,7 +207,7 @@ def test_a_branch_for_sglang(tmp_path, hub, run_recipe):
     """From the Hub, and back to a branch of the same repo, over HTTP."""
     make_draft(make_target("llama"), [make_prompt(5)]).save_pretrained(tmp_path / "draft")
     repo, folder = "me/tiny-speculator.eagle3", str(tmp_path / "sglang")
-    files = {path.name: path.read_bytes() for path in (tmp_path / "draft").iterdir() if path.is_file()}
+    files = files_in(tmp_path / "draft")
     others = {f"small/{name}": content for name, content in files.items()}
     hub.repos[repo] = {"main": [files], "two": [others]}
     code = {**files, "README.md": b"# Mine", "notes.json": b"{}"}

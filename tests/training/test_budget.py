@@ -39,6 +39,11 @@ def test_how_long_it_takes(capsys, seconds_a_step, min_steps, expected):
     assert ("this machine took" in capsys.readouterr().out) == (expected in (30, 50, 17))
 
 
+def test_several_processes_are_refused():
+    with pytest.raises(ValueError, match="would not stop at the same step. Train by `max_steps`"):
+        TimeBudget(1.0, "Draft").on_train_begin(SimpleNamespace(world_size=2), None, None)
+
+
 def test_the_unroll_grows_by_time(tmp_path, tokenizer):
     """The number of steps is not known in advance, and `max_steps` is far beyond it."""
     settings = {**BY_TIME, "ttt_steps": 3, "ttt_warmup": 0.8}

@@ -287,6 +287,12 @@ def test_a_disk_that_is_too_small(tmp_path, tokenizer, monkeypatch, caplog):
     assert told in caplog.text
 
 
+def test_features_of_a_stream_are_refused(tmp_path, tokenizer):
+    trainer = make_trainer(tmp_path, tokenizer, make_target("llama"), TEXTS.to_iterable_dataset())
+    with pytest.raises(ValueError, match="its rows are not numbered. Load the data whole"):
+        trainer.extract_features(tmp_path)
+
+
 @pytest.mark.parametrize("place, name", [(Dataset, "save_to_disk"), (features, "save_file")])
 def test_an_extraction_that_is_killed_while_it_writes_goes_on(tmp_path, tokenizer, monkeypatch, place, name):
     trainer = make_trainer(tmp_path, tokenizer, make_target("llama"))

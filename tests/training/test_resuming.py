@@ -13,7 +13,7 @@ from accelerate.data_loader import prepare_data_loader
 from conftest import make_target
 from peft import LoraConfig
 from torch.utils.data import DataLoader
-from trainers import TEXTS, losses, make_trainer
+from trainers import TEXTS, losses, losses_of, make_trainer
 from transformers import TrainerCallback
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
@@ -35,10 +35,6 @@ def finished(tmp_path_factory, tokenizer):
 def begun(tmp_path, finished):
     """The folder of a training of two steps."""
     return shutil.copytree(finished, tmp_path / "begun")
-
-
-def losses_of(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def test_resuming_as_the_arguments_say_it(begun, tokenizer):

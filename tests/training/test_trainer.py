@@ -15,8 +15,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers
-from conftest import assert_same_text, generate, make_prompt, make_target
+from conftest import assert_same_text, files_in, generate, make_prompt, make_target
 from datasets import Dataset
+from huggingface_hub import CommitInfo
 from peft import LoraConfig, get_peft_model
 from trainers import CHATS, TEXTS, losses, make_trainer
 from transformers import (
@@ -330,6 +331,9 @@ def test_a_trained_draft_can_be_pickled(tmp_path, tokenizer):
     trainer.train()
     draft, inputs = trainer.draft.eval(), torch.tensor([[3, 4, 5]])
     copied, target = pickle.loads(pickle.dumps(draft)), make_target("llama")
+    expected = draft.state_dict()
+    assert copied.state_dict().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in copied.state_dict().items())
     texts = [generate(target, inputs, assistant_model=each) for each in (draft, copied)]
     assert torch.equal(*texts)
 
@@ -397,7 +401,13 @@ def test_schedules(tmp_path, tokenizer, name, kwargs):
     trainer = make_trainer(tmp_path, tokenizer, lr_scheduler_type=name, lr_scheduler_kwargs=kwargs, ttt_steps=1)
     trainer.train()
     rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
-    assert rates[0] == 1e-2 and rates[-1] < rates[0]
+    optimizer, expected = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-2), []
+    scheduler = transformers.get_scheduler(name, optimizer, 0, 3, scheduler_specific_kwargs=kwargs)
+    for _ in range(3):
+        expected += scheduler.get_last_lr()
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx(expected) and rates[-1] < rates[0]
 
 
 def test_a_table_in_a_notebook_has_few_columns(tmp_path, tokenizer, monkeypatch):
@@ -460,10 +470,6 @@ def test_conversations_are_messages(tmp_path, tokenizer):
         for dataset in (trainer.train_dataset, trainer.eval_dataset):
             for name in ("input_ids", "labels"):
                 assert [row[name] for row in dataset] == expected[name][:]
-
-
-def files_in(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_no_other_model_is_overwritten(tmp_path, tokenizer):
@@ -655,3 +661,16 @@ def test_failed_pushes_are_mentioned(tmp_path, tokenizer, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, logger="hf_eagle3"), pytest.raises(OSError, match="offline"):
         trainer.push_to_hub()
     assert f"To push it from there: python recipes/push.py {tmp_path} --repo_id me/draft" in caplog.text
+
+
+def test_a_benchmark_on_the_hub_that_cannot_be_deleted(tmp_path, tokenizer, monkeypatch, caplog):
+    """The draft was pushed all the same."""
+    trainer = make_trainer(tmp_path, tokenizer)
+    trainer.hub_model_id = "me/draft"
+    trainer.save_model()
+    commit, delete = Mock(spec=CommitInfo), Mock(side_effect=OSError("no connection"))
+    monkeypatch.setattr(SFTTrainer, "push_to_hub", lambda self, *args, **kwargs: commit)
+    monkeypatch.setattr("hf_eagle3.training.saving.delete_other_benchmark", delete)
+    with caplog.at_level(logging.WARNING, logger="hf_eagle3"):
+        assert trainer.push_to_hub() is commit
+    assert "me/draft may have a benchmark of other weights, which was not deleted: no connection" in caplog.text
