@@ -281,8 +281,8 @@ def steps_of(row: BenchmarkRow) -> str:
     )
     drafting = f"Drafting took {row.draft_share:.0%} of the time. " if row.draft_share else ""
     return (
-        f"Task {row.task}, batch size {row.batch_size}, T={row.temperature:g}, {row.method}: of {row.target_forwards} forwards, "
-        f"{row.plain_steps} were plain steps and {row.lookup_steps} verified looked-up tokens. The others read prompts or verified "
+        f"Task {row.task}, batch size {row.batch_size}, T={row.temperature:g}, {row.method}: {row.target_forwards} forwards, "
+        f"{row.plain_steps} plain and {row.lookup_steps} over looked-up tokens. The others read prompts or verified "
         f"trees. {drafting}The share of trees{alone} with an accepted first, second, ... drafted token: {shares}"
     )
 

@@ -122,6 +122,12 @@ def test_answers_that_are_dates(tmp_path, streaming):
     path.write_text('{"prompt": "When?", "completion": "2026-01-02"}\n\n')
     with pytest.raises(ValueError, match="a.jsonl, line 2 is empty, .* Remove the line"):
         load_data(path, streaming=streaming)
+    # Where `datasets` fails before it could tell the columns.
+    tools = [{"name": "a", "parameters": {"x": 1}}], [{"name": "b", "parameters": {"y": [{"z": "w"}]}}, "c"]
+    lines = [json.dumps({"messages": [user("a")], "tools": each}) for each in tools]
+    path.write_text("\n".join([*lines, "", ""]))
+    with pytest.raises(ValueError, match="a.jsonl, line 3 is empty, .* Remove the line"):
+        load_data(path, streaming=streaming)
     # Those of other formats are dates.
     (tmp_path / "saved").mkdir()
     row = {"messages": [{**user("a"), "at": datetime(2026, 1, 2)}]}

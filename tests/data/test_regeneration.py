@@ -188,6 +188,7 @@ def test_known_templates_tell_reasoning_from_answers(
     "answers, written, warning",
     [
         (["", "yes"], [("yes", None)], "Row 0 is left out: its answer is empty"),
+        (["\n ", "yes"], [("yes", None)], "template reads nothing in its answer"),
         (["<tool_call>\nno json\n</tool_call>", "yes"], [("yes", None)], "cannot be parsed"),
         (["<think>\nhm", "yes"], [("", "hm"), ("yes", None)], ""),
         (["<think>\n", "yes"], [("yes", None)], "template reads nothing in its answer"),

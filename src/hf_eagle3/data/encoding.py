@@ -163,7 +163,7 @@ class RowEncoder(PromptEncoder):
         num_given = 0
         if completion is not None and self.completion_only_loss:
             if not completion.strip():
-                raise UnusableRow("its completion is empty")
+                raise UnusableRow("its completion is empty, or white space alone")
             num_given = common_prefix_length(self.text(expansion.of(prompt)), tokens)
         encoded = {"input_ids": tokens, "labels": [-100] * num_given + tokens[num_given:]}
         return self._with_images(encoded, whole, expansion)
@@ -205,7 +205,7 @@ class RowEncoder(PromptEncoder):
             if not any(
                 message["role"] == "assistant" and says_something(message) for message in row.messages[row.num_given :]
             ):
-                raise UnusableRow("its completion is empty")
+                raise UnusableRow("its completion is empty, or white space alone")
             num_given = self._num_given(row, expansion, tokens)
         labels = [-100] * len(tokens)
         for start, end in ranges:

@@ -78,6 +78,14 @@ def load_data(
             return load_dataset(FILE_FORMATS.get(suffix, "json"), data_files=data_files, **kwargs)
         return load_dataset(name, name=config, **kwargs)
 
+    def load_first() -> DatasetDict:
+        try:
+            return load()
+        except ValueError:  # `datasets` found values of several types, and beside them an empty line
+            for file in lines:
+                check_no_line_is_empty(file)
+            raise
+
     def features_of_lines() -> Features | None:  # or the error says which line is broken
         return features_of(row for file in lines for _, row in read_json_lines(file))
 
@@ -85,7 +93,7 @@ def load_data(
         try:
             # A stream would fail in the middle of training, at the first row with other columns.
             of_all = features_of_lines() if streaming and suffix != ".json" else None
-            loaded = load()
+            loaded = load_first()
             first = next(iter(loaded.values()))
             for file in lines if PartialState().is_local_main_process else ():
                 check_utf8(file)

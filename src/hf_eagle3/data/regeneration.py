@@ -238,7 +238,10 @@ def parse_answer(
         if special := set(tokenizer.all_special_ids) & set(tokens):
             names = tokenizer.convert_ids_to_tokens(sorted(special))
             raise RowError(f"its answer has the special tokens {names}")
-    return {"role": "assistant", "content": tokenizer.decode(tokens)}
+    content = tokenizer.decode(tokens)
+    if not content.strip():  # training would drop it
+        raise RowError("its answer is white space alone")
+    return {"role": "assistant", "content": content}
 
 
 def parse_by_template(

@@ -15,7 +15,7 @@ from ..tokenizer import with_arguments_as_text
 from .answers import Output, bar_of_rows
 from .conversation import Conversation, image_parts
 from .images import sendable
-from .messages import calls_of, check_calls, read_message
+from .messages import calls_of, check_calls, read_message, says_something
 from .values import RowError, UnreachableError, date_as_text
 
 
@@ -247,8 +247,8 @@ def message_of(choice: dict) -> dict:
     read = {"role": "assistant", "content": said.get("content") or "", "tool_calls": calls_of(said) or None}
     read["reasoning_content"] = said.get("reasoning_content") or said.get("reasoning") or None
     message = read_message(read, "the server's answer")  # what cannot be read could not be learned from
-    if not message["content"] and len(message) == 2:
-        raise RowError("the server's answer is empty")
+    if not says_something(message):  # training would drop it
+        raise RowError("the server's answer is empty, or white space alone")
     check_calls(message)
     return message
 
