@@ -52,7 +52,7 @@ from hf_eagle3.data.loading import load_mixture
 from hf_eagle3.data.messages import CONVERSATIONS
 from hf_eagle3.environment import is_path
 from hf_eagle3.hub import repo_name
-from hf_eagle3.scripts import command_line, errors_in_one_line, folder_or_hub_id, place_of_draft
+from hf_eagle3.scripts import SPREADING, command_line, errors_in_one_line, folder_or_hub_id, place_of_draft
 from hf_eagle3.training import FeatureStore
 from hf_eagle3.training.models import load_processing_class
 from hf_eagle3.training.parser import Eagle3Parser
@@ -61,8 +61,6 @@ from hf_eagle3.training.record import non_defaults
 
 # Where a fresh draft is saved by default.
 OUTPUT_DIR = "outputs/<target>-speculator.eagle3"
-# Values of `device_map` that place a model on several devices.
-SPREADING = ("auto", "balanced", "balanced_low_0", "sequential")
 # What printed commands have for names that this script does not know: of accelerate's configuration, and of the target on the Hub.
 CONFIG_OF_ACCELERATE, TARGET_ON_HUB = "ACCELERATE.yaml", "OWNER/NAME"
 
@@ -292,8 +290,8 @@ def resume_command(trainer: Eagle3Trainer, checkpoint: str | None) -> str:
     config_file = ["--config_file", CONFIG_OF_ACCELERATE] if is_sharded else []
     launch = ["accelerate", "launch", *config_file, "--num_processes", str(num_processes)]
     command = [*(launch if is_sharded or num_processes > 1 else ["python"]), *sys.argv]
-    if checkpoint is not None and not any(part.startswith("--resume_from_checkpoint") for part in command):
-        command += ["--resume_from_checkpoint", "true"]
+    if checkpoint is not None and command[-2:] != ["--resume_from_checkpoint", "true"]:
+        command += ["--resume_from_checkpoint", "true"]  # it overrides an earlier one
     return command_line(command)
 
 

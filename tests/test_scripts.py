@@ -8,7 +8,7 @@ import pytest
 from conftest import RECIPES
 from huggingface_hub.errors import HTTPError, StrictDataclassError
 
-from hf_eagle3.scripts import ScriptParser, command_line, run_script
+from hf_eagle3.scripts import ScriptParser, add_device, command_line, run_script
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,16 @@ def test_errors_of_scripts_are_shown_in_a_line(error):
 
     with pytest.raises(SystemExit, match=f"^{error.__name__}: what to do$"):
         run_script(main)
+
+
+def test_places_that_this_machine_does_not_have(capsys):
+    parser = argparse.ArgumentParser()
+    add_device(parser)
+    assert parser.parse_args(["--device_map", "auto"]).device_map == "auto"
+    for flag in ("--device", "--device_map"):
+        with pytest.raises(SystemExit):
+            parser.parse_args([flag, "nowhere:0"])
+        assert f"argument {flag}: nowhere:0 cannot be used" in capsys.readouterr().err
 
 
 def test_a_server_that_cannot_be_reached_is_named():

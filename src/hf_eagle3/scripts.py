@@ -20,6 +20,8 @@ from .environment import is_missing_folder, on_leaves
 
 # What `--dtype` may be on a command line, as in TRL's scripts.
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+# Values of `device_map` that place a model on several devices.
+SPREADING = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def folder_or_hub_id(name: str) -> str:
@@ -41,6 +43,11 @@ def usable_device(text: str) -> str:
     except (AssertionError, RuntimeError) as error:  # torch without CUDA raises the former
         raise argparse.ArgumentTypeError(f"{text} cannot be used: {str(error).splitlines()[0]}") from None
     return text
+
+
+def usable_device_map(text: str) -> str:
+    """Returns a `device_map` on a command line (argparse `type`): a way to spread a model, or a device that this machine must have."""
+    return text if text in SPREADING else usable_device(text)
 
 
 def positive_integer(text: str) -> int:
@@ -101,6 +108,7 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", type=usable_device, default=device, help="By default a GPU, if there is one")
     parser.add_argument(
         "--device_map",
+        type=usable_device_map,
         help="Spread the target over several devices instead, for example by 'auto'. The draft is on one",
     )
 

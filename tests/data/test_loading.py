@@ -35,11 +35,13 @@ from hf_eagle3.data.nulls import aligned, without_nulls
         (
             "cut.jsonl.gz",
             gzip.compress(b'{"text": "ab"}\n{"text": ab}\n', mtime=0),
-            "cut.jsonl.gz cannot be read: JSON parse e",
+            "cut.jsonl.gz, line 2 is not JSON",
         ),
         ("latin.jsonl", '{"text": "caf\xe9"}\n'.encode("latin-1"), "latin.jsonl, line 1 is not in UTF-8"),
         ("latin.txt", b"\xe9t\xe9\n", "latin.txt cannot be read: .*utf-8"),
         ("texts.jsonl.gz", gzip.compress(b'{"text": "what is up"}\n', mtime=0), None),
+        ("none.jsonl.gz", gzip.compress(b"", mtime=0), "none.jsonl.gz is empty"),
+        ("cut.gz", gzip.compress(b"ab", mtime=0)[:-9], "is not one of"),
         ("texts.jsonl.xz", lzma.compress(b'{"text": "what is up"}\n'), None),
         ("texts.csv", b'text,id\n"what is up",1\n', None),
     ],
@@ -136,18 +138,21 @@ def test_answers_that_are_dates(tmp_path, streaming):
     assert list(load_data(tmp_path / "saved", streaming=streaming)["train"]) == [row]
 
 
-@pytest.mark.parametrize("place, streaming", [("file", False), ("file", True), ("folder", False), ("folder", True)])
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("place", ["file", "folder", "compressed"])
 def test_columns_of_later_rows(tmp_path, monkeypatch, place, streaming):
     """`datasets` takes the columns from the first rows that it reads, and would fail at the others."""
     chat = [user("a" * 100)]
     monkeypatch.setattr(loading, "load_dataset", partial(datasets.load_dataset, chunksize=100))
     later = [*chat, assistant("b", tool_calls=[{"function": {"name": "f"}}])]
     rows = [{"messages": chat}, {"messages": chat}, {"messages": later, "tools": "[]"}]
-    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    name = tmp_path / "train.jsonl" if place == "file" else tmp_path
+    path = tmp_path / ("train.jsonl.gz" if place == "compressed" else "train.jsonl")
+    write = (lambda data: path.write_bytes(gzip.compress(data))) if place == "compressed" else path.write_bytes
+    write("\n".join(map(json.dumps, rows)).encode())
+    name = tmp_path if place == "folder" else path
     assert [without_nulls(row) for row in load_data(name, streaming=streaming)["train"]] == rows
-    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n' * 9 + "{")
-    with pytest.raises(ValueError, match="train.jsonl, line 10 is not JSON"):  # before training
+    write(b'{"text": "a"}\n' * 9 + b"{")
+    with pytest.raises(ValueError, match=f"{path.name}, line 10 is not JSON"):  # before training
         load_data(name, streaming=streaming)
 
 
@@ -220,10 +225,17 @@ def test_the_mixture_of_the_docs(tmp_path, monkeypatch):
 
 def test_parts_of_splits():
     dataset = DatasetDict(train=Dataset.from_dict({"row": range(10)}), test=Dataset.from_dict({"row": range(10, 14)}))
-    parts = {"train[:3]": [0, 1, 2], "test[50%:]": [12, 13], "train[8:]+test[:1]": [8, 9, 10]}
+    parts = {
+        "train[:3]": [0, 1, 2],
+        "test[50%:]": [12, 13],
+        "train[8:]+test[:1]": [8, 9, 10],
+        "train[20:]+test[:1]": [10],
+    }
     parts["test"] = [10, 11, 12, 13]
     assert {part: rows_of(dataset, part)["row"][:] for part in parts} == parts
     streams = IterableDatasetDict(train=dataset["train"].to_iterable_dataset())
     for data, part in ((dataset, "valid[:3]"), (dataset, "train[:3"), (streams, "train[:3]")):
         with pytest.raises(ValueError, match="There is no split"):
             rows_of(data, part)
+    with pytest.raises(ValueError, match=r"'train\[10:\]' has no rows. The splits have 10 \(train\), 4 \(test\)"):
+        rows_of(dataset, "train[10:]")

@@ -181,6 +181,10 @@ def test_the_command_that_continues_a_run(script, monkeypatch, num_processes, is
     assert script.resume_command(trainer, "out/checkpoint-2") == resumed
     monkeypatch.setattr(sys, "argv", ["train.py", "--max_steps", "3", "--resume_from_checkpoint", "true"])
     assert script.resume_command(trainer, "out/checkpoint-2") == resumed
+    monkeypatch.setattr(sys, "argv", ["train.py", "--resume_from_checkpoint", "out/checkpoint-1", "--max_steps", "3"])
+    assert script.resume_command(trainer, "out/checkpoint-2").endswith(
+        "-1 --max_steps 3 --resume_from_checkpoint true"
+    )
 
 
 def test_a_terminated_run_does_not_look_finished(files, tmp_path, monkeypatch, run_recipe):

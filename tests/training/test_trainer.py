@@ -235,6 +235,11 @@ def test_data_that_is_taken_as_it_is(tmp_path, tokenizer, caplog):
         (rows([5, 6, 7]), "Row 1 of the train data has 4 tokens, but 3 labels"),
         (rows([5, 6, -100, -100]), "2 of 2 rows of the train data have nothing to learn: no more than two tokens"),
         (TEXTS, r"needs a column `input_ids`, but the train data has only \['text'\]"),
+        (rows([5, 6, 7, 8]).add_column("seq_lengths", [[3], [2, 0, 2]]), r"Row 1 .* 'seq_lengths' \[2, 0, 2\]"),
+        (
+            rows([5, 6, 7, 8]).add_column("seq_lengths", [[3], [2, 1]]),
+            r"Row 1 .* has 4 tokens, but 'seq_lengths' \[2, 1\]",
+        ),
         (rows([5, 6, 7, 8]).select([]), "The train data has no rows"),
         (rows([5, 6, 7, 8]).to_iterable_dataset().filter(lambda row: False), "The train data has no rows"),
         (rows([5, 6, 7, 8]).add_column("attention_mask", [[1] * 3, [1] * 4]), None),

@@ -176,6 +176,15 @@ def warn_of_positions(
     return dataset
 
 
+def check_seq_lengths(seq_lengths: list[list[int]], lengths: np.ndarray, first: int, name: str) -> None:
+    """Raises `ValueError` if the lengths of the documents in rows, the first of which has the number `first`, are not their tokens'."""
+    for row, (documents, length) in enumerate(zip(seq_lengths, lengths.tolist()), start=first):
+        if documents is not None and (min(documents, default=1) < 1 or sum(documents) != length):
+            raise ValueError(
+                f"Row {row} of the {name} data has {length} tokens, but 'seq_lengths' {documents}. They must be the lengths of its documents."
+            )
+
+
 def check_prepared(
     dataset: Dataset | IterableDataset, vocab_size: int, name: str, may_be_padded: bool = False
 ) -> None:
@@ -200,7 +209,8 @@ def check_prepared(
                     "target would read it. Leave `skip_prepare_dataset` out, which removes padding, or remove it yourself."
                 )
     names, num_taught, first = [each for each in ("input_ids", "labels") if each in columns], 0, 0
-    for table in dataset.select_columns(names).with_format("arrow").iter(batch_size=1000):
+    read = [*names, *(["seq_lengths"] if "seq_lengths" in columns else [])]
+    for table in dataset.select_columns(read).with_format("arrow").iter(batch_size=1000):
         lists = [table[each].combine_chunks() for each in names]
         lengths, *others = (pc.fill_null(pc.list_value_length(each), 0).to_numpy() for each in lists)
         tokens, *labels = (pc.list_flatten(each).to_numpy(zero_copy_only=False) for each in lists)
@@ -210,6 +220,8 @@ def check_prepared(
                 f"Row {rows[unknown][0]} of the {name} data has token {tokens[unknown][0]}, but the target's vocabulary ends at "
                 f"{vocab_size - 1}. Tokenize it for this target."
             )
+        if "seq_lengths" in table.column_names:
+            check_seq_lengths(table["seq_lengths"].to_pylist(), lengths, first, name)
         learned = np.ones(len(tokens), dtype=bool)
         if labels:
             if (differs := lengths != others[0]).any():

@@ -5,12 +5,16 @@ Local JSON needs care: Arrow reads strings as dates, the nulls that it adds look
 the columns from the first rows alone.
 """
 
+import bz2
 import glob
+import gzip
 import json
+import lzma
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 from accelerate import PartialState
@@ -32,7 +36,16 @@ from .values import shown
 
 
 FILE_FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
+OPENERS: dict[str, Any] = {".bz2": bz2.open, ".gz": gzip.open, ".xz": lzma.open}  # those of Python's own library
 COMPRESSED = (".bz2", ".gz", ".lz4", ".xz", ".zst")  # `load_dataset` reads these
+
+
+READ_AS_LINES = tuple(ending + compressed for ending in (".json", ".jsonl") for compressed in ("", *OPENERS))
+
+
+def opened(path: str | Path) -> BinaryIO:
+    """Opens a file, which may be compressed, to read bytes."""
+    return OPENERS.get(Path(path).suffix, open)(path, "rb")
 
 
 def load_data(
@@ -68,8 +81,8 @@ def load_data(
         return saved
     suffix = Path(Path(name).stem if name.endswith(COMPRESSED) else name).suffix
     files = find_files(name, suffix)
-    lines = files or sorted(map(str, Path(name).glob("*.jsonl")))
-    lines = [file for file in lines if file.endswith((".json", ".jsonl"))]
+    lines = files or sorted(map(str, Path(name).glob("*.jsonl*")))
+    lines = [file for file in lines if file.endswith(READ_AS_LINES)]
 
     def load(features: Features | None = None) -> DatasetDict:
         kwargs = {"streaming": streaming, "features": features}
@@ -137,7 +150,7 @@ def rows_of(dataset: DatasetDict, split: str) -> Dataset | IterableDataset:
         split (`str`): Its name, or a part such as `train[:1000]`, `train[50%:]` or `train[8:]+test[:1]`. Streams have no parts.
 
     Raises:
-        ValueError: if there is no such split, or it has no parts.
+        ValueError: if there is no such split, it has no parts, or the part has no rows.
     """
     if split in dataset:
         return dataset[split]
@@ -149,6 +162,11 @@ def rows_of(dataset: DatasetDict, split: str) -> Dataset | IterableDataset:
             "`--dataset_train_split` and, for evaluation, `--dataset_test_split`. Local data has a test split if it is a folder "
             "with `train.jsonl` and `test.jsonl`. `--eval_strategy no` needs none."
         ) from error
+    parts = [part for part in parts if part.from_ < part.to]
+    if not parts:
+        raise ValueError(
+            f"{split!r} has no rows. The splits have {', '.join(f'{len(rows):,} ({name})' for name, rows in dataset.items())}."
+        )
     return concatenate_datasets([dataset[part.splitname].select(range(part.from_, part.to)) for part in parts])
 
 
@@ -177,8 +195,11 @@ def find_files(name: str, suffix: str) -> list[str]:
         return list(map(str, written))
     if suffix not in FILE_FORMATS:
         raise ValueError(f"The ending of {name} is not one of {sorted(FILE_FORMATS)} (`--dataset_name`).")
-    with Path(name).open("rb") as file:
-        is_blank = not file.read(2**16).strip() and not file.read(1)
+    try:
+        with opened(name) as file:
+            is_blank = not file.read(2**16).strip() and not file.read(1)
+    except (EOFError, lzma.LZMAError, OSError):  # `load_dataset` says what is wrong with it
+        is_blank = False
     if is_blank:
         raise ValueError(f"{name} is empty. Pass a file with rows (`--dataset_name`).")
     return [name]
@@ -233,7 +254,7 @@ def features_of(rows: Iterator[dict]) -> Features | None:
 
 def check_utf8(path: str | Path) -> None:
     """Raises `ValueError` if a line of a file is not in UTF-8. Arrow says so only when it reads the row, without the file's name."""
-    with Path(path).open("rb") as file:
+    with opened(path) as file:
         for number, line in enumerate(file, start=1):
             try:
                 line.decode()
@@ -248,7 +269,7 @@ def check_no_line_is_empty(path: str | Path) -> None:
     Raises `ValueError` if a line of a file is empty, unless the file is an array. `datasets` cannot read columns of type `Json` beside an
     empty line.
     """
-    with Path(path).open("rb") as file:
+    with opened(path) as file:
         if next(filter(bytes.strip, file), b"").lstrip().startswith(b"["):
             return
         file.seek(0)
@@ -269,7 +290,7 @@ def read_json_lines(path: str | Path) -> Iterator[tuple[int, dict]]:
     Raises:
         ValueError: if a line is not a JSON object. The message names the file and the line.
     """
-    with Path(path).open("rb") as file:
+    with opened(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
