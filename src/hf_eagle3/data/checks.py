@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from trl.data_utils import get_dataset_column_names
 
 from .images import with_unread_images
-from .rows import kind_of
+from .rows import MASKS, kind_of
 
 
 logger = logging.getLogger(__name__)
@@ -183,6 +183,16 @@ def check_seq_lengths(seq_lengths: list[list[int]], lengths: np.ndarray, first: 
             raise ValueError(
                 f"Row {row} of the {name} data has {length} tokens, but 'seq_lengths' {documents}. They must be the lengths of its documents."
             )
+
+
+def check_unread_masks(columns: list[str], options: list[str], name: str) -> None:
+    """Raises `ValueError` if some `options` or masks say what is learned of rows that are trained on as they are, without labels."""
+    asked = [*options, *(each for each in columns if each in MASKS and each != "attention_mask")]
+    if asked and "labels" not in columns:
+        raise ValueError(
+            f"{' and '.join(map(repr, asked))} would have no effect on the {name} data: with `skip_prepare_dataset=True` only "
+            "`labels` say what is learned. Add them (-100 where nothing is learned), or leave `skip_prepare_dataset` out."
+        )
 
 
 def check_prepared(

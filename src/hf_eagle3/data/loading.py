@@ -52,8 +52,8 @@ def load_data(
     name: str | Path, config: str | None = None, split: str = "train", streaming: bool = False
 ) -> DatasetDict:
     """
-    Loads a data set as `recipes/train.py` does, and returns all its splits. Unlike `load_dataset` it keeps strings of local JSON
-    files that look like dates, and reads files whose later rows have other columns.
+    Loads a data set as `recipes/train.py` does, and returns all its splits. Unlike `load_dataset` it keeps the strings of
+    prompts, completions and messages in local JSON files if they look like dates, and reads files whose later rows have other columns.
 
     Args:
         name (`str` or `Path`):

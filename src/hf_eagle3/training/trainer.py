@@ -20,10 +20,9 @@ from trl.data_utils import get_dataset_column_names
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..data import ImageReader, num_positions, shows_images
-from ..data.checks import check_prepared, first_row, report_dropped, row_lengths
+from ..data.checks import check_prepared, check_unread_masks, first_row, report_dropped, row_lengths
 from ..data.encoded import read_whole
 from ..data.images import ImageCollator
-from ..data.rows import MASKS
 from ..environment import warn_of_slow_bfloat16
 from ..files import locked
 from ..hub import repo_name
@@ -230,14 +229,9 @@ class Eagle3Trainer(DraftSavingTrainer):
             has_collator = kwargs.get("data_collator") is not None
             if not has_collator or "input_ids" in get_dataset_column_names(dataset):  # a collator may tokenize
                 check_prepared(dataset, self.target_vocab_size, name, may_be_padded=has_collator)
-            columns = get_dataset_column_names(dataset)
-            asked = [option for option in ("assistant_only_loss", "completion_only_loss") if getattr(args, option)]
-            asked += [each for each in columns if each in MASKS and each != "attention_mask"]
-            if asked and "labels" not in columns and not has_collator:
-                raise ValueError(
-                    f"{' and '.join(map(repr, asked))} would have no effect on the {name} data: with `skip_prepare_dataset=True` only "
-                    "`labels` say what is learned. Add them (-100 where nothing is learned), or leave `skip_prepare_dataset` out."
-                )
+            if not has_collator:
+                asked = [option for option in ("assistant_only_loss", "completion_only_loss") if getattr(args, option)]
+                check_unread_masks(get_dataset_column_names(dataset), asked, name)
         return train
 
     def _complete_collator(self, store: FeatureStore | None, is_callers: bool) -> None:
