@@ -128,7 +128,7 @@ class TreeDecoding:
         if self.settings["tree_policy"] == "static" or is_sharded(self.target):
             return StaticPolicy(max_plan, self.sampler.do_sample)
         sizing: Sizing = "depth"
-        if cache.is_static:
+        if self.verifier.has_fixed_shapes:
             sizing = "fixed"
         elif reads_without_sync(device):
             sizing = "priced"
@@ -138,25 +138,25 @@ class TreeDecoding:
             max_plan,
             num_rows=self.text.num_rows,
             do_sample=self.sampler.do_sample,
-            # A static cache takes trees of one shape: lookup must fill it.
-            looks_up=self.num_looked_up >= (max_plan.num_nodes if cache.is_static else 1),
+            looks_up=self.num_looked_up >= (max_plan.num_nodes if sizing == "fixed" else 1),
             sizing=sizing,
             may_retire=self.text.may_retire,
             drafts_in_one_pass=self.assistant.drafts_in_one_pass,
             exposes_ids=self.text.exposes_ids,
+            is_static=cache.is_static,
         )
         known = policies_of(self.target, self.assistant).get(kind)
         return Policy(kind) if known is None else copy.deepcopy(known)
 
     def _make_proposers(self, policy: StaticPolicy) -> dict[str, Proposer]:
-        cache = self.verifier.cache
+        has_fixed_shapes = self.verifier.has_fixed_shapes
         call = GenerationCall(
             target=self.target,
             embedding=self.embedding,
             max_plan=self.max_plan,
-            threshold=0.0 if cache.is_static else self.settings["assistant_confidence_threshold"],
+            threshold=0.0 if has_fixed_shapes else self.settings["assistant_confidence_threshold"],
             calibration=policy.calibration,
-            capacity=cache.capacity if cache.is_static else None,
+            capacity=self.verifier.cache.capacity if has_fixed_shapes else None,
         )
         # If the target reads single tokens only, a draft would read the prompt for nothing.
         proposers: dict[str, Proposer] = {} if self.verifier.is_plain else {"draft": self.assistant.proposer(call)}

@@ -212,6 +212,7 @@ class CallKind(NamedTuple):
     may_retire: bool = False  # finished rows leave the batch
     drafts_in_one_pass: bool = False  # drafting costs the same at any depth
     exposes_ids: bool = False  # a grammar, or other code of the caller, takes time and forbids tokens
+    is_static: bool = False  # each forward reads all slots of the cache
 
 
 class StaticPolicy:

@@ -290,8 +290,12 @@ def may_select_rows(target: PreTrainedModel, cache: Any, model_kwargs: dict[str,
     others = [value for name, value in model_kwargs.items() if name not in known]
     if not all(value is None or isinstance(value, (bool, int, float, str)) for value in others):
         return False
-    is_compiled = target._compiled_call_impl is not None or hasattr(target.forward, "_torchdynamo_orig_callable")
-    return not is_compiled and has_plain_modules(target, ROW_WISE_MODULES)
+    return not is_compiled(target) and has_plain_modules(target, ROW_WISE_MODULES)
+
+
+def is_compiled(target: PreTrainedModel) -> bool:
+    """Whether the caller compiled the target."""
+    return target._compiled_call_impl is not None or hasattr(target.forward, "_torchdynamo_orig_callable")
 
 
 def has_plain_modules(model: PreTrainedModel, known: tuple[str, ...]) -> bool:

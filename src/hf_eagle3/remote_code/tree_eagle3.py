@@ -204,7 +204,7 @@ class GenerationCall(NamedTuple):
         max_plan (`Plan`): The largest tree of a step.
         threshold (`float`): Nodes that the proposer gives a lower probability are not worth proposing.
         calibration (`Calibration`): Its `power` corrects the proposer's probabilities.
-        capacity (`int`, *optional*): The most tokens of a row, if the target's cache is static.
+        capacity (`int`, *optional*): The most tokens of a row, if all shapes are fixed.
     """
 
     target: PreTrainedModel

@@ -20,9 +20,9 @@ from .cache_eagle3 import (
     recurrent_layers,
     with_room,
 )
-from .devices_eagle3 import CUDNN_ATTENTION, on_device
+from .devices_eagle3 import CUDNN_ATTENTION, on_device, reads_without_sync
 from .outputs_eagle3 import CACHE, INPUTS_BY_TOKEN, TOKEN_TYPES, ReturnedOutputs, TreeOutputs, aux_hidden_states
-from .target_eagle3 import has_own_code, is_of, position_limits, takes_trees, text_positions
+from .target_eagle3 import has_own_code, is_compiled, is_of, position_limits, takes_trees, text_positions
 from .text_eagle3 import SampleArguments, Text, align_right
 from .tree_eagle3 import DraftTree, Plan
 
@@ -197,14 +197,20 @@ class Verifier:
         rooms = (length - 1 - newest for kind, length in limits if newest <= length or kind != "longrope")
         return min(rooms, default=most)
 
+    @property
+    def has_fixed_shapes(self) -> bool:
+        """Whether trees must have one shape: forwards over another one would be compiled or captured again."""
+        is_eager = self.forward is self.target and not is_compiled(self.target)
+        return self.cache.is_static and not (is_eager and reads_without_sync(self.target.device))
+
     def limit(self, plan: Plan, text: Text) -> Plan:
         """The plan, reduced if a larger tree would be useless or change the text."""
         cache, config = self.cache, self.config
         plan = plan._replace(depth=min(plan.depth, plan.num_nodes))
         depth, branching_factor = plan.depth, plan.branching_factor
-        if not cache.is_static:
+        if not self.has_fixed_shapes:
             depth = min(depth, text.max_length - text.shortest - 1)
-        elif cache.capacity - cache.length < 1 + self.num_nodes:
+        if cache.is_static and cache.capacity - cache.length < 1 + self.num_nodes:
             depth = 0
         depth = min(depth, self._room())
         # In transformers 5.17 Phi-3 drops its cache at the switch and loses the past, which trees need.
@@ -218,8 +224,7 @@ class Verifier:
         if cache.is_chain:
             branching_factor = 1
         limited = plan._replace(depth=depth, branching_factor=branching_factor)
-        # Static trees have one shape.
-        return Plan() if depth <= 0 or (cache.is_static and limited != plan) else limited
+        return Plan() if depth <= 0 or (self.has_fixed_shapes and limited != plan) else limited
 
     def verify(self, tree: DraftTree, text: Text) -> TreeOutputs:
         """Runs one forward of the target over all nodes of a tree."""
