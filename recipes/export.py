@@ -26,7 +26,7 @@ from huggingface_hub import HfApi
 
 from hf_eagle3 import Eagle3ForSpeculation
 from hf_eagle3.checkpoints import WRITABLE, export, load_ends
-from hf_eagle3.checkpoints.files import check_new_folder, check_repo, operations, verifier_without_path
+from hf_eagle3.checkpoints.files import check_new_folder, check_repo, commit_operations, verifier_without_path
 from hf_eagle3.scripts import (
     ScriptParser,
     add_place_of_draft,
@@ -97,7 +97,7 @@ def main():
         repo_id = api.create_repo(args.push_to, private=args.private or None, exist_ok=True).repo_id
         if not branch.startswith("refs/pr"):  # a pull request is no branch that could be made
             api.create_branch(repo_id, branch=branch, exist_ok=True)
-        files = operations(Path(args.output_dir), api.list_repo_files(repo_id, revision=branch), REPLACED)
+        files = commit_operations(Path(args.output_dir), api.list_repo_files(repo_id, revision=branch), REPLACED)
         api.create_commit(repo_id, files, commit_message=f"The draft in the {args.to} format", revision=branch)
         print(f"Pushed it to the branch {branch} of {repo_id}.")
 

@@ -531,7 +531,7 @@ def run(rng: random.Random, folder) -> tuple[int, str | None]:
         clock = make_clock(rng)
         stack.enter_context(mock.patch("hf_eagle3.remote_code.decoding_eagle3.time", clock))
         if rng.random() < 0.3:  # as if on an accelerator
-            for module in ("accept", "decoding", "drafter"):
+            for module in ("accept", "decoding", "drafter", "verify"):
                 name = f"hf_eagle3.remote_code.{module}_eagle3.reads_without_sync"
                 stack.enter_context(mock.patch(name, lambda device: False))
             if rng.random() < 0.5:  # on which the draft is captured

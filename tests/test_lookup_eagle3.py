@@ -255,7 +255,8 @@ def test_a_draft_that_is_unsure_of_everything_keeps_nobody_from_looking_up(cycli
 
 
 @pytest.mark.parametrize("sequences", [1, 3])
-def test_static_caches_look_up_as_many_tokens_as_a_tree_has(cyclic, cheap_nodes, sequences, verified):
+def test_static_caches_look_up_as_many_tokens_as_a_tree_has(cyclic, cheap_nodes, sequences, verified, monkeypatch):
+    monkeypatch.setattr(cyclic, "_compiled_call_impl", cyclic._call_impl)  # as `cyclic.compile()` does
     draft = Eagle3ForSpeculation.from_target(cyclic).eval()
     kwargs = {"max_new_tokens": 60, "cache_implementation": "static"}
     for num_tokens in (24, 23):

@@ -314,26 +314,28 @@ def test_reasoning_that_a_template_takes_only_in_contents():
     assert "It is." not in text and not prompt.check_written(turns, text, add_generation_prompt=True)
 
 
-@pytest.mark.parametrize("name, assistant_only_loss, is_cut", [
+@pytest.mark.parametrize("name, assistant_only_loss, drops_reasoning", [
     ("qwen3", False, True),
     ("qwen3", True, False),  # TRL's version writes it
     ("glm4moe", True, True),
     ("lfm2_2_5_v2", True, True),
     ("nemotron_3_nano", True, True),
 ])  # fmt: skip
-def test_reasoning_that_a_template_writes_only_in_the_last_turn_is_counted(name, assistant_only_loss, is_cut, caplog):
+def test_reasoning_that_a_template_writes_only_in_the_last_turn_is_counted(
+    name, assistant_only_loss, drops_reasoning, caplog
+):
     encoder = RowEncoder(byte_tokenizer(TEMPLATES[name]), "messages", assistant_only_loss=assistant_only_loss)
     within = [THOUGHTS[0], assistant("<think>\nIt is.\n</think>\n\nYes."), *THOUGHTS[2:]]
-    assert encoder({"messages": within})["is_cut"] == is_cut
+    assert encoder({"messages": within})["drops_reasoning"] == drops_reasoning
     rows = Dataset.from_dict({"messages": [PLAIN[:2], THOUGHTS, THOUGHTS[:2], THOUGHTS]})
     told = "In 2 of 4 rows of the train data (the first are [1, 3]) the chat template leaves out what earlier turns"
     with caplog.at_level(logging.WARNING):
         encode_rows(rows, encoder, "train")
-    assert (told in caplog.text) == is_cut
+    assert (told in caplog.text) == drops_reasoning
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         list(encode_rows(rows.to_iterable_dataset(), encoder, "train"))
-    assert ("In 1 of 2 rows of the train data" in caplog.text) == is_cut
+    assert ("In 1 of 2 rows of the train data" in caplog.text) == drops_reasoning
 
 
 @pytest.mark.parametrize("assistant_only_loss", [False, True])

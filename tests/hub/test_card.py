@@ -89,6 +89,14 @@ def test_an_interrupted_benchmark_says_what_it_measured(draft, num_measured, sai
     assert said in card_with(draft, BENCHMARK.measurements[:num_measured]).text
 
 
+def test_the_arguments_of_packed_features_can_be_used_again(draft):
+    """Training from such features turns `padding_free` on, with which extraction takes no `max_length`."""
+    arguments = {"features_dir": "features", "max_length": 512, "padding_free": True}
+    card = render_card("me/draft", draft, training={**TRAINING, "arguments": arguments})
+    stated = card.text.partition("```yaml\n")[2].partition("```")[0]
+    assert yaml.safe_load(stated) == {"features_dir": "features", "max_length": 512, "packing": True}
+
+
 def test_what_cannot_be_served_says_so():
     draft = Eagle3ForSpeculation.from_target(make_target("qwen3"), model_type="qwen3")
     text = str(render_card("me/draft", draft))

@@ -226,7 +226,7 @@ def save_checkpoint(folder: str | Path, config: dict[str, Any], tensors: dict[st
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def operations(
+def commit_operations(
     folder: Path, held: Iterable[str], replaced: Collection[str]
 ) -> list[CommitOperationAdd | CommitOperationDelete]:
     """

@@ -82,10 +82,10 @@ def read(config: dict, tensors: dict[str, torch.Tensor]) -> tuple[Eagle3Config, 
             "a part of each head rotates, as in vLLM. SpecForge, Model-Optimizer and others train whole heads even so. If few tokens are "
             "accepted, remove the key from a downloaded copy"
         )
-    ids, counts_inputs = layer_ids_of(config, flags)
+    ids, are_certain = layer_ids_of(config, flags)
     if ids is None:
         assumed["eagle_aux_hidden_state_layer_ids"] = "[2, L // 2, L - 3] of the target's L layers"
-    elif not counts_inputs:
+    elif not are_certain:
         counted = [layer_id - 1 for layer_id in ids]
         assumed["eagle_aux_hidden_state_layer_ids"] = (
             f"{counted} count outputs of layers, unless the target's depth shows that they count inputs"
@@ -95,7 +95,7 @@ def read(config: dict, tensors: dict[str, torch.Tensor]) -> tuple[Eagle3Config, 
         "draft_vocab_size": len(ours["d2t"]) if "d2t" in ours else config["vocab_size"],
         "has_own_embed_tokens": "embed_tokens.weight" in ours,
         "eagle_aux_hidden_state_layer_ids": ids,
-        "aux_layer_ids_assumed": not counts_inputs,
+        "aux_layer_ids_assumed": not are_certain,
         "target_hidden_size": flags["target_hidden_size"],
         "mask_token_id": mask_token_of(flags) if "mask_hidden" in ours else None,
         **{flag: norm if flags[flag] is None else flags[flag] for flag, norm in norms.items()},

@@ -59,7 +59,7 @@ def encode_rows(
     features: dict[str, Any] = {column: List(Value("int64")) for column in lists}
     features |= {
         "lost": Value("int32"),
-        "is_cut": Value("bool"),
+        "drops_reasoning": Value("bool"),
         "teaches": Value("bool"),
         "problem": Value("string"),
         "is_unusable": Value("bool"),
@@ -79,7 +79,7 @@ def encode_rows(
     problems = [(number, problem) for number, problem in enumerate(encoded["problem"]) if problem]
     num_unusable = sum(encoded["is_unusable"])
     if len(problems) > num_unusable or num_unusable > MAX_LOST_SHARE * len(encoded):
-        forget(encoded)
+        delete_cache(encoded)
         tolerated = f" Up to {MAX_LOST_SHARE:.0%} of such rows are dropped." if len(problems) == num_unusable else ""
         raise ValueError(
             f"{len(problems)} of {len(encoded)} rows of the {name} data cannot be learned from. {summary(problems)} Fix or remove "
@@ -87,10 +87,10 @@ def encode_rows(
         )
     if lost := [number for number, num_lost in enumerate(encoded["lost"]) if num_lost]:
         report_lost(lost, len(encoded), name)
-    if cut := [number for number, is_cut in enumerate(encoded["is_cut"]) if is_cut]:
+    if cut := [number for number, drops_reasoning in enumerate(encoded["drops_reasoning"]) if drops_reasoning]:
         report_cut(cut, len(encoded), name)
     taught = [number for number, is_taught in enumerate(encoded["teaches"]) if is_taught]
-    encoded = encoded.remove_columns(["lost", "is_cut", "teaches", "problem", "is_unusable"])
+    encoded = encoded.remove_columns(["lost", "drops_reasoning", "teaches", "problem", "is_unusable"])
     if not any(encoded["image_text"] if "image_text" in encoded.column_names else []):
         encoded = encoded.remove_columns([column for column in encoded.column_names if column.startswith("image_")])
     elif image_column:  # added now, because `map` would store the images again
@@ -99,7 +99,7 @@ def encode_rows(
     return drop_untaught(encoded, taught, name, problems)
 
 
-def forget(encoded: Dataset) -> None:
+def delete_cache(encoded: Dataset) -> None:
     """Deletes rows that `datasets` has cached. A missing image may be there in the next run, and the cache would not notice."""
     for file in encoded.cache_files:
         with suppress(OSError):  # another process has deleted it
@@ -166,7 +166,7 @@ def drop_untaught(encoded: Dataset, taught: list[int], name: str, problems: Sequ
 def encode_or_explain(row: dict[str, Any], encoder: RowEncoder, columns: list[str]) -> dict[str, Any]:
     """Returns an encoded row, or an empty one with a `problem` that says what is wrong."""
     empty: dict[str, Any] = {column: [] for column in columns}
-    empty |= {"lost": 0, "is_cut": False, "teaches": False, "problem": "", "is_unusable": False}
+    empty |= {"lost": 0, "drops_reasoning": False, "teaches": False, "problem": "", "is_unusable": False}
     if "image_text" in columns:
         empty |= {"image_text": "", "image_end": 0}
     try:
@@ -281,7 +281,7 @@ class EncodedStream:
             self.lost.append(index)
             if len(self.lost).bit_count() == 1:
                 report_lost(self.lost, max(index + 1, 100), self.name)
-        if encoded.pop("is_cut"):
+        if encoded.pop("drops_reasoning"):
             self.cut.append(index)
             if len(self.cut).bit_count() == 1:
                 report_cut(self.cut, index + 1, self.name)

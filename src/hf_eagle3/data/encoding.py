@@ -68,7 +68,7 @@ class RowEncoder(PromptEncoder):
         kind (`str`): The kind of the rows. See [`~hf_eagle3.data.kind_of`].
         vocab_size (`int`, *optional*): The target's vocabulary size. Tokens beyond it are refused.
         assistant_only_loss (`bool`, *optional*, defaults to `False`): Whether to learn only what the assistant says.
-        completion_only_loss (`bool`, *optional*, defaults to `True`):
+        completion_only_loss (`bool`, *optional*):
             Whether to learn only the completions of rows with prompts and completions.
         formatting_func (`Callable`, *optional*): Makes a text from a row.
         images ([`ImageReader`] or `str`, *optional*): Reads images, or says why rows with images are refused.
@@ -103,7 +103,7 @@ class RowEncoder(PromptEncoder):
 
         Returns:
             `dict`: `input_ids`, `labels`, and `seq_lengths` if the row has them. `lost` is the number of assistant turns that
-            could not be found, and `is_cut` whether the template leaves out the reasoning of an earlier turn. If there is an
+            could not be found, and `drops_reasoning` whether the template leaves out the reasoning of an earlier turn. If there is an
             [`ImageReader`], also `image_data`, the images; `image_text`, the text that the processor reads with them, empty without
             images; and `image_end`, the number of tokens up to the end of the last image.
 
@@ -111,7 +111,7 @@ class RowEncoder(PromptEncoder):
             RowError: if the row cannot be learned from.
         """
         content = self._read(row)
-        encoded: dict[str, Any] = {"lost": 0, "is_cut": False}
+        encoded: dict[str, Any] = {"lost": 0, "drops_reasoning": False}
         if content.tokens is not None:
             encoded |= content.tokens if "attention_mask" in row else self._without_padding(content.tokens)
         elif content.messages:
@@ -185,7 +185,7 @@ class RowEncoder(PromptEncoder):
 
     def encode_chat(self, row: Row) -> dict[str, Any]:
         """Encodes a conversation, or a prompt and its completion that are messages."""
-        rendered, spans, is_cut = self._render(row)
+        rendered, spans, drops_reasoning = self._render(row)
         expansion = self._expansion(rendered, row.images)
         text = expansion.of(rendered)
         tokens = self.rendered_tokens(text)
@@ -211,7 +211,7 @@ class RowEncoder(PromptEncoder):
         for start, end in ranges:
             start = max(start, num_given)
             labels[start:end] = tokens[start:end]
-        encoded = {"input_ids": tokens, "labels": labels, "lost": lost, "is_cut": is_cut}
+        encoded = {"input_ids": tokens, "labels": labels, "lost": lost, "drops_reasoning": drops_reasoning}
         return self._with_images(encoded, rendered, expansion)
 
     def _learned_turns(

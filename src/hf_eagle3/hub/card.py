@@ -92,7 +92,12 @@ def render_card(
     )
     arguments = None
     if training is not None:
-        arguments = yaml.safe_dump(training.get("arguments") or {}, sort_keys=False, allow_unicode=True).strip()
+        recorded = dict(training.get("arguments") or {})
+        # Training from packed features turns `padding_free` on. Extracting them takes `packing`.
+        has_length = recorded.get("max_length", 1024) is not None
+        if "features_dir" in recorded and has_length and recorded.pop("padding_free", False):
+            recorded["packing"] = True
+        arguments = yaml.safe_dump(recorded, sort_keys=False, allow_unicode=True).strip()
     return from_template(
         TEMPLATE,
         data,

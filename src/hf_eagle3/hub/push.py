@@ -19,8 +19,8 @@ from ..checkpoints.files import (
     EARLIER_CODE,
     check_new_folder,
     check_repo,
+    commit_operations,
     full_name,
-    operations,
     verifier_without_path,
 )
 from ..environment import is_path, public_name, without_paths
@@ -144,7 +144,9 @@ def push_draft(
         # `upload_folder` may need several commits, and deletes in folders, too.
         return api.create_commit(
             repo_id,
-            operations(Path(folder), api.list_repo_files(repo_id, revision=revision, token=token), EARLIER_FILES),
+            commit_operations(
+                Path(folder), api.list_repo_files(repo_id, revision=revision, token=token), EARLIER_FILES
+            ),
             commit_message=commit_message or "Upload draft",
             commit_description=commit_description,
             token=token,

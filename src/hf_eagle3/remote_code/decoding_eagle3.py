@@ -75,7 +75,7 @@ class TreeDecoding:
                     tree, accepted = self.verify(tree)
                     seconds = proposed - start, time.perf_counter() - proposed
                     policy.record(plan, tree, accepted, bottlenecks, *seconds, num_replayed)
-                    self.count(plan, tree, accepted, draft_seconds=seconds[0])
+                    self.update_stats(plan, tree, accepted, draft_seconds=seconds[0])
                     for proposer in self.proposers.values():
                         proposer.observe(accepted)
         except BaseException:
@@ -159,7 +159,7 @@ class TreeDecoding:
             capacity=self.verifier.cache.capacity if has_fixed_shapes else None,
         )
         # If the target reads single tokens only, a draft would read the prompt for nothing.
-        proposers: dict[str, Proposer] = {} if self.verifier.is_plain else {"draft": self.assistant.proposer(call)}
+        proposers: dict[str, Proposer] = {} if self.verifier.takes_single_tokens else {"draft": self.assistant.proposer(call)}
         if isinstance(policy, Policy) and policy.kind.looks_up:
             proposers["lookup"] = PromptLookup(self.num_looked_up, policy.matches, len(self.embedding.weight))
         return proposers
@@ -194,7 +194,7 @@ class TreeDecoding:
         self.stats.new_tokens += text.batch_size
         if self.outputs_steps:
             last = slice(max(text.prompt_length - 1, 0), text.prompt_length)  # empty if the prompt is embeddings
-            self.note("target", DraftTree.chain(text.ids[:, last]), first)
+            self.append_step("target", DraftTree.chain(text.ids[:, last]), first)
 
     def retire(self) -> None:
         """Removes finished rows from the batch if nothing can notice."""
@@ -233,7 +233,7 @@ class TreeDecoding:
         verifier.extend(outputs, accepted.counts, accepted.batch_growth)
         return tree, accepted
 
-    def count(self, plan: Plan, tree: DraftTree, accepted: Accepted, draft_seconds: float) -> None:
+    def update_stats(self, plan: Plan, tree: DraftTree, accepted: Accepted, draft_seconds: float) -> None:
         """Updates the statistics."""
         stats, source = self.stats, plan.proposer if plan.proposer and tree.num_nodes > 1 else "target"
         written = [num_written for num_written in accepted.num_written if num_written]
@@ -249,9 +249,9 @@ class TreeDecoding:
         else:
             stats.drafted_lengths += written
         if self.outputs_steps:
-            self.note(source, tree, accepted)
+            self.append_step(source, tree, accepted)
 
-    def note(self, source: str, tree: DraftTree, accepted: Accepted) -> None:
+    def append_step(self, source: str, tree: DraftTree, accepted: Accepted) -> None:
         """Appends a step to the statistics."""
         new_tokens = [tokens[:num] for tokens, num in zip(accepted.new_tokens, accepted.num_written)]
         below_root = [path[1:num] for path, num in zip(accepted.nodes, accepted.num_written)]

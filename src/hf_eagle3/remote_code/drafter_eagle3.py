@@ -61,7 +61,10 @@ class DraftCache:
             states.view(-1, states.shape[3]).index_fill_(0, flat, 0)
 
     def keep(self, draft: PreTrainedModel) -> None:
-        """Keeps it and its graph for as long as the draft lives, unless it is large, or `MOST_KEPT` others have more rows."""
+        """
+        Keeps the cache and its graph for later calls, unless it is larger than `MOST_BYTES`. Beyond `MOST_KEPT`, the one with the
+        fewest rows is dropped.
+        """
         is_large = sum(each.nbytes for each in (*self.keys, *self.values)) > MOST_BYTES
         if self.graph is None or self.graph.graph is None or self.conditions is None or is_large:
             return

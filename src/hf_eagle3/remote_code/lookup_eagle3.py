@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt lookup: proposes what followed the newest tokens where they stood in the text before."""
+"""Prompt lookup: proposes the tokens that followed the previous occurrence of the newest ones."""
 
 import itertools
 from collections.abc import Iterator
@@ -12,7 +12,10 @@ from .tree_eagle3 import Accepted, DraftTree, Plan, Proposer
 
 
 class MatchCalibration:
-    """How likely a text goes on as at an earlier place, by how many tokens match there. It learns from every written token."""
+    """
+    Estimates how likely the next token repeats an earlier passage, given how many tokens before it match. Learns from every
+    written token.
+    """
 
     PRIOR = (1.0, 2.0)  # right guesses, of all guesses
     MEMORY = 0.98  # weight of a guess after the next guess of about the same length
@@ -36,8 +39,8 @@ class MatchCalibration:
 
 class TextIndex:
     """
-    The text of one row. `place` is where the guess for its next token stands, after `match_length` tokens that match
-    the newest ones; `match_length` is 0 if there is no guess.
+    The text of one row. `place` is the index of the guess for its next token. The `match_length` tokens before `place` equal
+    the newest ones. If there is no guess, `match_length` is 0.
     """
 
     SIZES = (3, 2)  # n-grams by which a place is found; the longer ones first

@@ -18,9 +18,9 @@ LEAST_SECONDS = 1e-6  # of a step: clocks may be coarse, or stall
 
 class StepCosts:
     """
-    Seconds that parts of a step take, by size: `"draft"` by levels, `"verify"` by tokens of all rows. Each size has
-    its five latest measurements. The second shortest of four or five counts (of fewer, the shortest), since pauses
-    lengthen others. The first one of a size includes warm-up and is dropped.
+    Seconds that parts of a step take, by size: `"draft"` by levels, `"verify"` by tokens of all rows. Keeps the
+    five latest measurements of each size. Uses the second shortest of four or five (the shortest of fewer), because pauses
+    lengthen the others. Drops the first measurement of a size, which includes warm-up.
     """
 
     LATEST = 5
@@ -102,7 +102,8 @@ class Calibration:
 class Reach:
     """How deep the target follows the draft: the expected tokens of trees of each depth."""
 
-    MEMORY, PRIOR = 0.95, 2.0  # weight of a step after the next one, and of the level above in the counts of a level
+    MEMORY = 0.95  # each step multiplies the weights of the earlier ones by this
+    PRIOR = 2.0  # a level's rate starts as that of the level above, with the weight of so many steps
 
     def __init__(self, depth: int):
         # By level: how often it had a node whose parent was accepted, and how often one was accepted.
@@ -278,7 +279,7 @@ class Policy(StaticPolicy):
         return max(1 / plain if plain else 0.0, self.trial(num_rows).rate)
 
     def size_to_measure(self, num_rows: int) -> int | None:
-        """How many nodes to verify to learn what they cost; `None` if two sizes are known, or need not be."""
+        """How many nodes to verify in order to measure their cost; `None` if two sizes are known, or nodes have no price."""
         if not self.is_priced or len(self.costs.known("verify")) > 1:
             return None
         return max(self.max_plan.num_nodes // 3 // num_rows, 1)

@@ -143,8 +143,8 @@ def is_cache(value: Any) -> bool:
 
 def mixes_tokens(target: PreTrainedModel) -> bool:
     """
-    Whether linear layers compute something of all tokens of a forward: a scale of activations, the weights of experts, or
-    the precision. transformers' NVFP4 keeps 16 bits of a single token, and 4 of several.
+    Whether a linear layer's output for one token depends on the other tokens of the forward: through a shared scale of the
+    activations, the weights of experts (Lily), or the precision. transformers' NVFP4 keeps 16 bits of a single token, and 4 of several.
     """
     # compressed-tensors unpacks weights at the first forward. Its scales of tokens and of groups are of one token.
     schemes = [getattr(module, "quantization_scheme", None) for module in target.modules()]
@@ -341,8 +341,8 @@ def module_of(code: Any) -> str:
 
 def position_limits(config: PreTrainedConfig) -> list[tuple[str, int]]:
     """
-    Kind and length of each rotary scaling that changes all frequencies when a forward reaches that position. If the target
-    looks positions up instead, the size of its `"table"`.
+    Positions that a tree must not cross, as `(kind, length)`. With "longrope" or "dynamic" scaling, a forward that reaches
+    `length` changes all rotary frequencies. For a target that looks positions up, `length` is the size of its `"table"`.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     table = None if rope else getattr(config, "max_position_embeddings", None)

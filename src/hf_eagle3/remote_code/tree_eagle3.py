@@ -28,7 +28,10 @@ class Prices(NamedTuple):
         return (values if all(self.rows) else values[self.rows]).exp().mean(dim=0).tolist()
 
     def num_to_expand(self, worth: list[float], worth_above: list[float]) -> int:
-        """How many nodes to expand if children keep the share of worth that these keep of the level above. 0 if it does not pay."""
+        """
+        How many nodes of this level to expand; 0 if it does not pay. Assumes that the next level loses the same share of worth as
+        this one did.
+        """
         share = min(max(sum(worth), 1e-9) / max(sum(worth_above), 1e-9), 1.0)
         node_price = self.nodes[-1] / (len(self.nodes) - 1)
         gains = [share * each - node_price for each in worth if share * each > node_price]
@@ -91,7 +94,7 @@ class DraftTree:
 
     @property
     def max_depth(self) -> int:
-        """The largest depth that a node can have."""
+        """The tighter bound on `depths`: the smaller of `depth` and the nodes below the root."""
         return min(self.depth, self.num_nodes - 1)
 
     @classmethod

@@ -43,7 +43,7 @@ class Verifier:
     """The target during one call, with its cache and the inputs of its next forward."""
 
     cache: TreeCache
-    is_plain = False  # the target's code cannot read several tokens, or was not tried
+    takes_single_tokens = False  # the target's code cannot read several tokens, or was not tried
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class Verifier:
 
     def prefill(self, input_ids: torch.Tensor) -> TreeOutputs:
         """
-        Reads the prompts. Returns logits of their last tokens, and positions and states of the tokens read last. They
-        are not the whole prompt if it comes with a cache, in chunks or as embeddings.
+        Reads the prompts. Returns the logits of their last tokens, and positions and states of the last forward's tokens. With
+        a cache, chunks or embeddings, that forward does not read the whole prompt.
         """
         target_outputs = self.target._prefill(input_ids, self.generation_config, self.inputs)
         self.num_forwards += 1
@@ -126,7 +126,7 @@ class Verifier:
         parents = on_device([[0, *range(9), 0]], token.device)
         tokens, parents = token.expand(-1, parents.shape[1]), parents.expand(len(token), -1)
         if self._room(num_read=1) < 9 or (cache.is_static and cache.capacity - cache.length < tokens.shape[1]):
-            self.is_plain = True  # there is no room to try
+            self.takes_single_tokens = True  # there is no room to try
             return
         cache.record()
         cache.prepare({"input_ids": tokens})  # saves recurrent states
@@ -152,7 +152,7 @@ class Verifier:
                 cache.is_chain = True
                 logger.warning_once(f"{name} cannot read a tree, so the draft proposes chains: {reason}")
             if cache.is_chain and (reason := self._try(chain, expected)) is not None:
-                self.is_plain = True
+                self.takes_single_tokens = True
                 logger.warning_once(f"{name} cannot read several tokens, so the draft proposes nothing: {reason}")
         finally:
             self.inputs = given
@@ -214,7 +214,7 @@ class Verifier:
             depth = 0
         depth = min(depth, self._room())
         # In transformers 5.17 Phi-3 drops its cache at the switch and loses the past, which trees need.
-        if self.is_plain or cache.length < text.longest - 1 or cache.num_replayed > TreeCache.MOST_REPLAYED:
+        if self.takes_single_tokens or cache.length < text.longest - 1 or cache.num_replayed > TreeCache.MOST_REPLAYED:
             depth = 0
         # Llama 4 scales queries by their index in the input. That is the position only in a chain.
         if getattr(config, "attn_temperature_tuning", False):

@@ -295,7 +295,7 @@ def write_shard(
         states = torch.cat([aux, last], dim=-1).unflatten(-1, (-1, last.shape[-1]))  # (B, L, n_aux + 1, H)
         if len(states) != len(batch_lengths):  # without padding all rows are in one
             states = states[0].split(batch_lengths + [states.shape[1] - sum(batch_lengths)])
-        of_batch = [stored(each[:length], dtype) for each, length in zip(states, batch_lengths)]
+        of_batch = [as_stored(each[:length], dtype) for each, length in zip(states, batch_lengths)]
         for row in of_batch:  # of what training will read, which may be rounded
             last = as_read(row)["states"][None, :, -1].to(last.device, target_states.target.dtype)
             best, log_sums = target_states.summary(F.pad(last, (0, 0, 0, -last.shape[1] % PADDING_ON_CPU)))
@@ -310,7 +310,7 @@ def write_shard(
     write_atomically(shard_path(folder, shard), lambda unfinished: save_file(tensors, unfinished))
 
 
-def stored(states: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def as_stored(states: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """
     Returns the states of a row as they are stored, on the CPU. A whole shard in float32 may not fit there. Raises `ValueError`
     if the states are not finite, or the dtype cannot hold them.

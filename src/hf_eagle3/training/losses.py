@@ -40,7 +40,7 @@ def probabilities(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 class DraftLoss(torch.autograd.Function):
     r"""
-    The loss of each row: the forward KL divergence on the draft vocabulary, `Σ p log(p / q)`. This is the loss of EAGLE-3
+    The loss at each position: the forward KL divergence on the draft vocabulary, `Σ p log(p / q)`. This is the loss of EAGLE-3
     (https://huggingface.co/papers/2503.01840) minus the target's entropy, which has no gradient.
 
     The gradient with respect to the logits has a closed form. So each drafting step keeps one tensor of their size;

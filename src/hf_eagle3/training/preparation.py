@@ -144,7 +144,10 @@ def encode(
     formatting_func: Callable | None,
     name: str,
 ) -> Dataset | IterableDataset:
-    """Returns the data, `name` in messages, as `input_ids` and `labels`. Raises `ValueError` if a row teaches nothing."""
+    """
+    Returns the data as `input_ids` and `labels`. Errors call it the `name` data. Raises `ValueError` if the arguments do not
+    fit it, rows are wrong, or no row has something to learn.
+    """
     args = trainer.given_args
     dataset = plain_rows(dataset, name, decodes_images=formatting_func is not None)  # which may look at them
     texts = without_images(dataset)
@@ -186,9 +189,9 @@ def fit_rows(
     trainer: Eagle3Trainer, dataset: Dataset | IterableDataset, packing: bool, name: str
 ) -> Dataset | IterableDataset:
     """
-    Drops encoded rows, or pieces of split rows, that `max_length` would leave with a part of an image or, if they are packed, with nothing
-    to learn. Warns of these, of rows that are cut or split, and of those that are longer than the target was made for. Raises `ValueError`
-    if no row is left, or one has more tokens than the target's table has positions.
+    Drops encoded rows that `max_length` would cut within an image. If rows are packed, also drops rows, or pieces of split rows, with
+    nothing to learn within `max_length`. Warns of these, of rows that are cut or split, and of those that are longer than the
+    target was made for. Raises `ValueError` if no row is left, or one has more tokens than the target's table has positions.
     """
     args = trainer.given_args
     # Only batches without padding keep packed documents apart, and `SFTTrainer` would pack rows as if each were one.

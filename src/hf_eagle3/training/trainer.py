@@ -101,7 +101,7 @@ class Eagle3Trainer(DraftSavingTrainer):
 
     _tag_names = ["eagle3", "speculative-decoding"]
     _name = "EAGLE-3"
-    # `compute_loss` divides by the rows of the whole optimizer step.
+    # `compute_loss` divides by the positions that count in the whole optimizer step.
     loss_is_scaled_for_ga = True  # type: ignore[assignment]  # TRL does not annotate its `None`
 
     def __init__(
@@ -533,7 +533,7 @@ class Eagle3Trainer(DraftSavingTrainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[dict], device: torch.device) -> torch.Tensor:
         """
-        Returns the number of rows that count at each drafting step, over all batches of an optimizer step and all
+        Returns the number of positions that count at each drafting step, over all batches of an optimizer step and all
         processes, `(steps,)`.
         """
         num_rows = torch.zeros(self.num_ttt_steps, dtype=torch.long, device=device)

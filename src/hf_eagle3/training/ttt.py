@@ -2,7 +2,8 @@
 Training-time test (EAGLE-3, https://huggingface.co/papers/2503.01840, section 3.2): the draft learns from its own hidden
 states, several drafting steps deep.
 
-Row `t` starts from the target's states at position `t`. At step `s` it reads the token at `t + 1 + s`, has the rotary
+In this file and in the losses a *row* is a position of a sequence, not a sequence of the batch. Row `t` starts from the
+target's states at position `t`. At step `s` it reads the token at `t + 1 + s`, has the rotary
 position `t + s`, and predicts the target's distribution at `t + 1 + s`, which is over the token at `t + 2 + s`. It
 attends to what it would attend to when it drafts after position `t`: to the step-0 keys of rows up to `t`, and to its
 own keys of the later steps.
