@@ -11,6 +11,8 @@ from accelerate import dispatch_model
 from conftest import make_draft, make_prompt, make_target, make_tokenizer
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     DynamicCache,
     GenerationConfig,
     GenerationMixin,
@@ -19,7 +21,7 @@ from transformers import (
     pipeline,
 )
 
-from hf_eagle3 import assist, assisting
+from hf_eagle3 import Eagle3ForSpeculation, assist, assisting
 from hf_eagle3.assisting import other_decoding
 
 
@@ -287,6 +289,32 @@ def test_a_target_whose_embedding_is_offloaded_is_left_to_plain_decoding(pair, w
         assert torch.equal(offloaded.generate(prompt, **SETTINGS), expected)
     (message,) = warned
     assert "The embedding of LlamaForCausalLM, which the draft reads, is offloaded" in message
+
+
+def test_a_draft_that_drops_out_is_left_out(pair, warned):
+    target, draft, prompt = pair
+    expected = target.generate(prompt, **SETTINGS)
+    with assist(target, draft):
+        draft.layers[0].self_attn.attention_dropout = 0.5
+        assert torch.equal(target.generate(prompt, **SETTINGS), expected) and draft.last_generation.new_tokens == 20
+        draft.train()
+        assert torch.equal(target.generate(prompt, **SETTINGS), expected)
+    (message,) = warned
+    assert "The draft is in training mode" in message
+
+
+def test_a_target_that_reads_long_texts_otherwise_is_left_to_plain_decoding(warned):
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    target = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("doge", **sizes, **heads, keep_window_size=16)
+    ).eval()
+    draft, prompt = Eagle3ForSpeculation.from_target(target).eval(), make_prompt(5)
+    expected = target.generate(prompt, **SETTINGS)
+    with assist(target, draft):
+        assert torch.equal(target.generate(prompt, **SETTINGS), expected)
+    (message,) = warned
+    assert "keep_window_size" in message
 
 
 class WithoutPositions(LlamaForCausalLM):

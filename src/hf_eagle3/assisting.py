@@ -17,7 +17,7 @@ from .remote_code.assistant_eagle3 import CALL_SETTINGS, NOT_SYNCED, hook_method
 from .remote_code.auto_eagle3 import logger
 from .remote_code.cache_eagle3 import check_cache
 from .remote_code.draft_model_eagle3 import check_embedding
-from .remote_code.target_eagle3 import check_given_cache, check_target
+from .remote_code.target_eagle3 import check_dropout, check_given_cache, check_target
 
 
 if TYPE_CHECKING:
@@ -129,8 +129,12 @@ def other_decoding(
     caches = [kwargs[name] for name in names if kwargs.get(name) is not None]
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return f"{type(model).__name__}.forward takes no `position_ids`."
+    if getattr(model.config.get_text_config(decoder=True), "keep_window_size", None) is not None:
+        return f"{type(model).__name__} reads texts beyond its `keep_window_size` differently token by token."
     try:
         check_target(model)
+        if isinstance(draft, PreTrainedModel):
+            check_dropout("draft", draft)
         if hasattr(draft, "borrow_embeddings"):
             check_embedding(draft, model)
         for cache in caches:

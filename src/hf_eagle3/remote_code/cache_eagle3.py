@@ -346,7 +346,7 @@ def check_cache(cache: Cache | None, may_replay: bool) -> Cache:
             if not is_recurrent or (may_replay and name in LINEAR):
                 continue
         raise ValueError(
-            f"EAGLE-3 decoding cannot roll back a {type(cache).__name__} with {type(layer).__name__} layers. Use the default "
-            "`DynamicCache`, or `cache_implementation='static'` if layers slide, or leave out the draft."
+            f"EAGLE-3 decoding cannot roll back a {type(cache).__name__} with {name} layers. If you chose the cache, use the default, "
+            "or `cache_implementation='static'` if layers slide. Otherwise the target takes no draft: leave it out."
         )
     return cache

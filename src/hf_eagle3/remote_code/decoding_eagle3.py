@@ -159,7 +159,9 @@ class TreeDecoding:
             capacity=self.verifier.cache.capacity if has_fixed_shapes else None,
         )
         # If the target reads single tokens only, a draft would read the prompt for nothing.
-        proposers: dict[str, Proposer] = {} if self.verifier.takes_single_tokens else {"draft": self.assistant.proposer(call)}
+        proposers: dict[str, Proposer] = (
+            {} if self.verifier.takes_single_tokens else {"draft": self.assistant.proposer(call)}
+        )
         if isinstance(policy, Policy) and policy.kind.looks_up:
             proposers["lookup"] = PromptLookup(self.num_looked_up, policy.matches, len(self.embedding.weight))
         return proposers
