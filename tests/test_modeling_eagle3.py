@@ -4,6 +4,7 @@ import math
 import pickle
 from contextlib import nullcontext
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -325,6 +326,8 @@ def test_saving_again_in_another_number_of_files(tmp_path, target, variant):
             for middle, end in (("", ".safetensors"), (".safetensors.index", ".json"))
         )
         assert (single.exists(), index.exists()) == (not options, bool(options))
+        shards = {path.name for path in tmp_path.glob("model*-of-*")}
+        assert shards == (set(json.loads(index.read_text())["weight_map"].values()) if options else set())
         again = Eagle3ForSpeculation.from_pretrained(tmp_path, variant=variant)
         assert again.norm.weight.equal(draft.norm.weight)
 
@@ -365,6 +368,49 @@ def test_weights_that_could_not_be_loaded_again_are_not_saved(tmp_path, target):
     assert files_in(tmp_path / "draft") == before
     with pytest.raises(ValueError, match="config.json is a file. Pass a folder"):
         Eagle3ForSpeculation.from_target(target).save_pretrained(tmp_path / "draft" / "config.json")
+
+
+@pytest.mark.parametrize("cause", ["full disk", "size of shards", "generation config", "meta"])
+def test_a_save_that_fails_changes_nothing(tmp_path, target, cause, monkeypatch):
+    draft = Eagle3ForSpeculation.from_target(target)
+    draft.save_pretrained(tmp_path)
+    before, options = files_in(tmp_path), {}
+    draft.norm.weight.data += 1
+    if cause == "full disk":
+        monkeypatch.setattr("transformers.modeling_utils.safe_save_file", mock.Mock(side_effect=OSError(28, "full")))
+    elif cause == "size of shards":
+        options["max_shard_size"] = "5 gigabytes"
+    elif cause == "generation config":
+        draft.generation_config.temperature = 0.6
+    else:
+        draft = draft.to("meta")
+    with pytest.raises((OSError, ValueError, NotImplementedError)):
+        draft.save_pretrained(tmp_path, **options)
+    assert files_in(tmp_path) == before
+
+
+def test_a_generation_config_of_the_target_is_left_out(tmp_path, target):
+    """As other projects copy it. With samples' settings alone, transformers would not save it again."""
+    Eagle3ForSpeculation.from_target(target).save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9, "tree_depth": 3}')
+    draft = Eagle3ForSpeculation.from_pretrained(tmp_path)
+    draft.save_pretrained(tmp_path / "again")
+    config = Eagle3ForSpeculation.from_pretrained(tmp_path / "again").generation_config
+    assert (config.temperature, config.tree_depth, config.branching_factor) == (None, 3, 8)
+
+
+def test_a_flag_that_is_changed_has_an_effect_at_once(tmp_path, target):
+    """It is what is saved."""
+    draft = Eagle3ForSpeculation.from_target(target).eval()
+    input_ids, aux = make_inputs(draft)
+    outputs = []
+    for flag in (False, True):
+        draft.config.norm_before_residual = flag
+        draft.save_pretrained(tmp_path)
+        for each in (draft, Eagle3ForSpeculation.from_pretrained(tmp_path).eval()):
+            each.borrow_embeddings(target)
+            outputs.append(each(input_ids=input_ids, hidden_states=each.combine_hidden_states(aux)).logits)
+    assert outputs[0].equal(outputs[1]) and outputs[2].equal(outputs[3]) and not outputs[1].allclose(outputs[2])
 
 
 def test_saving_beside_another_model(tmp_path, target):

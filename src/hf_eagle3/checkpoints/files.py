@@ -1,11 +1,13 @@
 """Reading and writing the files of a checkpoint, in a folder or on the Hub."""
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -165,19 +167,35 @@ def check_folder(folder: str | Path, is_adapter: bool = False) -> None:
         )
 
 
-def remove_stale_files(folder: str | Path, variant: str | None = None) -> None:
+@contextmanager
+def staged(folder: str | Path, variant: str | None = None) -> Iterator[str]:
     """
-    Removes what an earlier draft left beside one that was just saved: code files that this version does not have, and a single file
-    beside shards, or the index of shards that are gone. transformers leaves both, and readers would take the single file, and vLLM
-    the index.
+    Yields a new folder for the files of a draft, or of its adapter. Only when all are written, they replace those in `folder`: a save
+    that fails must not damage the draft there.
     """
-    for path in (Path(folder, f"{name}_eagle3.py") for name in EARLIER_CODE):
-        if path.is_file() and path.read_bytes().startswith(b"# SPDX-License-Identifier: "):
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder, prefix=".saving-") as new:
+        yield new
+        written = [path.name for path in Path(new).iterdir()]
+        for name in written:
+            Path(new, name).replace(Path(folder, name))
+    if ADAPTER_CONFIG_NAME not in written:
+        remove_stale_files(folder, written, variant)
+
+
+def remove_stale_files(folder: str | Path, written: Collection[str], variant: str | None = None) -> None:
+    """
+    Removes what an earlier draft left beside one whose files were just `written`: code files that this version does not have, shards,
+    and a single file beside shards, or the index of shards that are gone. Readers would take the single file, and vLLM the index.
+    """
+    single, index = (with_variant(name, variant) for name in WEIGHT_FILES[:2])
+    of_shards = re.compile(re.escape(single.removesuffix(".safetensors")) + r"-\d{5}-of-\d{5}\.safetensors")
+    code = {f"{name}_eagle3.py" for name in EARLIER_CODE}
+    for path in Path(folder).iterdir():
+        is_code = path.name in code and path.read_bytes().startswith(b"# SPDX-License-Identifier: ")
+        is_of_weights = path.name in (single, index) or of_shards.fullmatch(path.name) is not None
+        if path.name not in written and (is_code or is_of_weights):
             path.unlink()
-    single, index = (Path(folder, with_variant(name, variant)) for name in WEIGHT_FILES[:2])
-    if single.exists() and index.exists():
-        has_shards = all(Path(folder, name).exists() for name in read_index(index).values())
-        (single if has_shards else index).unlink()
 
 
 def full_name(repo_id: str, token: bool | str | None) -> str:

@@ -122,7 +122,12 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
                 )
             model, info = read(path, *args, **kwargs)
             check_loading_info(info, source)
-        for name, value in tree_settings(model.generation_config).items():  # drafts of others have none
+        of_trees = tree_settings(model.generation_config)  # drafts of others have none
+        try:
+            model.generation_config.validate(strict=True)
+        except ValueError:  # a copy of the target's, with which the draft could not be saved
+            model.generation_config = GenerationConfig()
+        for name, value in of_trees.items():
             setattr(model.generation_config, name, value)
         if not hasattr(model, "hf_quantizer"):
             # These weights are not those that were saved: other variants, float16, adapters, and the caller's own.
@@ -196,12 +201,14 @@ class DraftModel(AssistantMixin, PreTrainedModel, GenerationMixin):
         weights = self.state_dict() if state_dict is None else state_dict
         if is_main_process and all(type(weight) is torch.Tensor and not weight.is_meta for weight in weights.values()):
             self.config.weights_digest = weights_digest(weights)
+        place: Any = nullcontext(save_directory)
+        if files is not None and is_main_process:
+            place = files.staged(save_directory, kwargs.get("variant"))
         try:
-            super().save_pretrained(save_directory, is_main_process, state_dict, *args, **kwargs)
+            with place as folder:
+                super().save_pretrained(folder, is_main_process, state_dict, *args, **kwargs)
         finally:
             self.config.weights_digest = None
-        if files is not None and is_main_process and not self._hf_peft_config_loaded:
-            files.remove_stale_files(save_directory, kwargs.get("variant"))
 
     @property
     def draft_token_ids(self) -> torch.Tensor:

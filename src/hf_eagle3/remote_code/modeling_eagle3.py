@@ -143,7 +143,7 @@ class Eagle3DecoderLayer(nn.Module):
         layer_config = config.transformer_layer_config
         hidden_size, eps = layer_config.hidden_size, layer_config.rms_norm_eps
         self.reads_embeddings = layer_idx == 0
-        self.norm_before_residual = config.norm_before_residual
+        self.config = config
         if self.reads_embeddings:
             self.hidden_norm = Eagle3RMSNorm(hidden_size, eps=eps)
         self.input_layernorm = Eagle3RMSNorm(hidden_size, eps=eps)
@@ -161,7 +161,7 @@ class Eagle3DecoderLayer(nn.Module):
         residual = hidden_states
         if self.reads_embeddings:
             hidden_states = self.hidden_norm(hidden_states)
-            if self.norm_before_residual:
+            if self.config.norm_before_residual:
                 residual = hidden_states
             attention_input = torch.cat([self.input_layernorm(inputs_embeds), hidden_states], dim=-1)  # (B, S, 2H)
         else:
