@@ -11,6 +11,7 @@ import torch
 from accelerate import skip_first_batches
 from accelerate.data_loader import prepare_data_loader
 from conftest import make_target
+from datasets import Dataset
 from peft import LoraConfig
 from torch.utils.data import DataLoader
 from trainers import TEXTS, losses, losses_of, make_trainer
@@ -18,7 +19,7 @@ from transformers import TrainerCallback
 
 from hf_eagle3 import Eagle3ForSpeculation, Eagle3Trainer, Eagle3TrainingArguments
 from hf_eagle3.training.checkpoint import last_whole_checkpoint, what_is_broken
-from hf_eagle3.training.record import target_digest, training_record
+from hf_eagle3.training.record import check_resumption, learned_tokens, target_digest, training_record
 
 
 BEGUN = {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant"}
@@ -306,6 +307,34 @@ def test_resuming_what_was_begun_otherwise(tmp_path, tokenizer):
         trainer = make_trainer(tmp_path, tokenizer, **{**settings, **shorter})
         with pytest.raises(ValueError, match="the end of a finished training, of 4 steps"):
             trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
+def test_which_tokens_are_learned_stays(tmp_path, tokenizer):
+    """With the same tokens. Records of older versions do not say it."""
+    rows = [{"input_ids": [5, 6, 7, 8, 9, 10 + i], "labels": [-100] * 3 + [8, 9, 10 + i]} for i in range(8)]
+    all_learned = Dataset.from_list([{**row, "labels": row["input_ids"]} for row in rows])
+    prepared = {"dataset_kwargs": {"skip_prepare_dataset": True}, **BEGUN}
+    make_trainer(tmp_path, tokenizer, dataset=Dataset.from_list(rows), max_steps=2, **prepared).train()
+    other = make_trainer(tmp_path, tokenizer, dataset=all_learned, max_steps=3, **prepared)
+    with pytest.raises(ValueError, match="learned_tokens was"):
+        other.train(resume_from_checkpoint=True)
+    assert other.learned_tokens == learned_tokens(all_learned.remove_columns("labels"))
+    documents = Dataset.from_list([{**row, "seq_lengths": [3, 3]} for row in rows])
+    assert learned_tokens(documents) != learned_tokens(documents.remove_columns("seq_lengths"))
+    path = tmp_path / "checkpoint-2" / "training.json"
+    record = json.loads(path.read_text())
+    del record["learned_tokens"]
+    path.write_text(json.dumps(record))
+    check_resumption(other, str(path.parent))
+
+
+def test_a_default_that_is_written_out(tmp_path, tokenizer):
+    pairs = Dataset.from_dict({"prompt": ["ab"] * 8, "completion": [f"cdef{i}" for i in range(8)]})
+    make_trainer(tmp_path, tokenizer, dataset=pairs, max_steps=1, **BEGUN).train()
+    arguments = {"dataset": pairs, "max_steps": 2, **BEGUN}
+    with pytest.raises(ValueError, match="completion_only_loss was True before, False after"):
+        make_trainer(tmp_path, tokenizer, completion_only_loss=False, **arguments).train(resume_from_checkpoint=True)
+    make_trainer(tmp_path, tokenizer, completion_only_loss=True, **arguments).train(resume_from_checkpoint=True)
 
 
 def test_the_best_figures_of_two_metrics_are_not_compared(tmp_path, tokenizer):

@@ -191,13 +191,17 @@ def check_same_settings(trainer: Eagle3Trainer, checkpoint: str, state: TrainerS
     if args.auto_find_batch_size and state.train_batch_size is not None:  # `Trainer` restores it, but later
         now["sequences_per_step"] = state.train_batch_size * args.gradient_accumulation_steps * args.world_size
     facts = {
-        name: now[name] for name in ("rows", "order_of_rows", "sequences_per_step") if record.get(name) is not None
+        name: now[name]
+        for name in ("rows", "order_of_rows", "learned_tokens", "sequences_per_step")
+        if record.get(name) is not None
     }
     fixed: tuple[str, ...] = FIXED_ON_RESUME
     if None not in (state.best_metric, args.metric_for_best_model):  # figures of two metrics would be compared
         fixed += ("metric_for_best_model", "greater_is_better")
     defaults = {field.name: field.default for field in fields(args)}
     then, now = ({name: each.get(name, defaults.get(name)) for name in fixed} for each in (then, now["arguments"]))
+    for each in (then, now):  # `None` and `True` learn the same tokens
+        each["completion_only_loss"] = each["completion_only_loss"] is not False
     if difference := what_differs(then | {name: record[name] for name in facts}, now | facts):
         sequences = (
             "`sequences_per_step` is `per_device_train_batch_size` x `gradient_accumulation_steps` x processes. "
@@ -249,8 +253,23 @@ def order_of_rows(rows: Dataset | IterableDataset, args: Eagle3TrainingArguments
         return "read by {} x {}".format(*(min(number, rows.num_shards) for number in readers))
     if "input_ids" not in rows.column_names:
         return None
-    sample = rows.with_format(None).select(range(0, len(rows), -(-len(rows) // 64)))
-    return hashlib.sha256(repr([tokens[-32:] for tokens in sample["input_ids"]]).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr([tokens[-32:] for tokens in sample_of(rows)["input_ids"]]).encode()).hexdigest()[:16]
+
+
+def learned_tokens(rows: Dataset | IterableDataset) -> str | None:
+    """Returns a digest of which tokens of the same rows are learned, and of their documents if they are packed. `None` for a stream."""
+    if isinstance(rows, IterableDataset) or "input_ids" not in rows.column_names:
+        return None
+    sample = sample_of(rows)
+    labels = sample["labels" if "labels" in rows.column_names else "input_ids"]
+    learned = [[label != -100 for label in each] for each in labels]
+    documents = sample["seq_lengths"][:] if "seq_lengths" in rows.column_names else None
+    return hashlib.sha256(repr((learned, documents)).encode()).hexdigest()[:16]
+
+
+def sample_of(rows: Dataset) -> Dataset:
+    """Returns up to 64 rows from all over prepared data."""
+    return rows.with_format(None).select(range(0, len(rows), -(-len(rows) // 64)))
 
 
 def target_digest(trainer: Eagle3Trainer) -> str | None:
@@ -301,6 +320,7 @@ def training_record(trainer: Eagle3Trainer, state_dict: dict[str, torch.Tensor] 
         "datasets": datasets,
         "rows": len(trainer.train_dataset) if isinstance(trainer.train_dataset, Dataset) else None,  # prepared
         "order_of_rows": trainer.order_of_rows,
+        "learned_tokens": trainer.learned_tokens,
         "target_weights": target_digest(trainer),
         **({} if trainer.rows_with_images == 0 else {"rows_with_images": trainer.rows_with_images}),
         # The command of a user's own script is not known.

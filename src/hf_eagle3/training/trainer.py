@@ -47,7 +47,7 @@ from .preparation import (
     prepare_tokenizer,
     prepare_vocabulary,
 )
-from .record import check_resumption, check_unfinished, order_of_rows, rows_with_images
+from .record import check_resumption, check_unfinished, learned_tokens, order_of_rows, rows_with_images
 from .saving import DraftSavingTrainer, check_output_folder
 from .target_states import PADDING_ON_CPU, TargetStates
 from .ttt import TTTBatch, TTTOutput, documents_of, draft_loss, num_counted
@@ -165,6 +165,7 @@ class Eagle3Trainer(DraftSavingTrainer):
         # Here, because these read rows, and each checkpoint has them.
         self.rows_with_images = rows_with_images(self.train_dataset)
         self.order_of_rows = order_of_rows(self.train_dataset, args)
+        self.learned_tokens = learned_tokens(self.train_dataset)
         self._connect_models(store)
         self._complete_collator(store, is_callers=kwargs.get("data_collator") is not None)
         check_batches(self)
