@@ -132,7 +132,14 @@ def train(target, tokenizer, store: FeatureStore, setting: dict, args) -> Eagle3
         trainer = Eagle3Trainer(
             draft,
             target,
-            arguments(run, args, per_device_train_batch_size=rows, num_train_epochs=passes, **settings),
+            arguments(
+                run,
+                args,
+                max_length=args.max_length,
+                per_device_train_batch_size=rows,
+                num_train_epochs=passes,
+                **settings,
+            ),
             train_dataset=store,
             processing_class=tokenizer,
         )

@@ -362,7 +362,7 @@ def test_features_of_something_else_are_refused(tmp_path, tokenizer):
     store, other = trainer.extract_features(folder), copy.deepcopy(tokenizer)
     other.add_tokens(["new"])
     layers = {"model_init_kwargs": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
-    make = partial(make_trainer, tmp_path, tokenizer)
+    make, formatting = partial(make_trainer, tmp_path, tokenizer), partial(Eagle3Trainer, formatting_func=str)
     prepared = trainer.train_dataset
     masked = prepared.map(lambda row: {"labels": [-100, *row["labels"][1:]]})
 
@@ -377,6 +377,14 @@ def test_features_of_something_else_are_refused(tmp_path, tokenizer):
         (lambda: make(target, store, **layers), r"another aux_layer_ids \(\[1, 2, 3\] there, \[0, 1, 2\] here\)"),
         (lambda: make_trainer(tmp_path, other, target, store), "another tokenizer"),
         (lambda: make(target, store, packing=True), "packed when they are extracted"),
+        (
+            lambda: make(target, store, max_length=10),
+            r"longest row .* has 14 tokens, .*max_length=10`. Pass `max_length=14`",
+        ),
+        (
+            lambda: make(target, store, trainer_class=formatting),
+            "`formatting_func` would have no effect: the rows of a feature",
+        ),
         (lambda: extract(prepared.select(range(8))), "features of other rows"),
         (lambda: extract(masked), "features of other rows .* today's date, pass one with the date of the first"),
         (lambda: extract(prepared, mine), "not empty"),
@@ -412,6 +420,19 @@ def test_features_of_a_base_for_its_fine_tune(tmp_path, tokenizer, caplog):
         caplog.clear()
         use()
         assert "were extracted from org/Base, and the target is org/Tuned" in caplog.text
+    tuned = make_target("llama")
+    tuned.model.layers[1].mlp.up_proj.weight.data *= 1.1
+    adapted = get_peft_model(make_target("llama"), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    for other in (tuned, adapted):
+        with pytest.raises(ValueError, match="another weights_digest. Extract"):
+            make_trainer(tmp_path, tokenizer, other, store)
+        with pytest.raises(ValueError, match="features of other rows or another target"):
+            make_trainer(tmp_path, tokenizer, other).extract_features(store.folder)
+    losses(make_trainer(tmp_path, tokenizer, make_target("llama").bfloat16(), store, max_steps=1))
+    del store.index["description"]["weights_digest"]  # of an older version
+    (store.folder / "index.json").write_text(json.dumps(store.index))
+    make_trainer(tmp_path, tokenizer, tuned, FeatureStore(store.folder))
+    trainer.extract_features(store.folder)
 
 
 def test_features_of_other_arguments_are_refused(tmp_path, tokenizer):

@@ -78,9 +78,14 @@ def check_call(
             "`eval_strategy` asks for evaluation, but there is no `eval_dataset`. Pass one, or leave `eval_strategy` out."
         )
     train_dataset, *evaluated = all_datasets(kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
+    has_store = isinstance(train_dataset, FeatureStore)
+    if has_store and kwargs.get("formatting_func") is not None and kwargs.get("eval_dataset") is None:
+        raise ValueError(
+            "`formatting_func` would have no effect: the rows of a feature store were formatted when they were extracted. Leave it out."
+        )
     if any(isinstance(dataset, FeatureStore) for dataset in evaluated):
         raise ValueError("`eval_dataset` is a feature store, but evaluation decodes: pass a data set.")
-    if not isinstance(train_dataset, FeatureStore):
+    if not has_store:
         check_is_dataset(train_dataset, "train")
     for dataset in evaluated:
         if dataset is not None:

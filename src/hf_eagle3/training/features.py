@@ -28,6 +28,7 @@ from ..files import UNFINISHED, locked, write_atomically
 from ..remote_code.draft_model_eagle3 import fingerprint
 from ..remote_code.target_eagle3 import device_of, is_sharded, table_of
 from .arguments import Eagle3TrainingArguments
+from .record import is_same_table, target_digest
 from .target_states import PADDING_ON_CPU, TargetStates
 
 
@@ -45,7 +46,7 @@ STATE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, FP8
 def describe(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, aux_layer_ids: list[int]) -> dict:
     """Returns the target, tokenizer and layers that features belong to."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
-    config = target.config.get_text_config(decoder=True)
+    config, digest = target.config.get_text_config(decoder=True), target_digest(target)
     return {
         "target": target.config._name_or_path,
         "fingerprint": fingerprint(table_of(target)),
@@ -53,6 +54,7 @@ def describe(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, aux_la
         "num_hidden_layers": config.num_hidden_layers,
         "tokenizer": hashlib.sha256(vocabulary).hexdigest(),
         "aux_layer_ids": list(aux_layer_ids),
+        **({} if digest is None else {"weights_digest": digest}),
     }
 
 
@@ -64,6 +66,18 @@ def fixed_arguments(args: Eagle3TrainingArguments) -> dict:
         "chat_template_path": public_name(args.chat_template_path),
         "truncation_mode": args.truncation_mode,
     }
+
+
+def check_store_arguments(store: FeatureStore, args: Eagle3TrainingArguments) -> None:
+    """Raises `ValueError` if arguments ask for other rows than those of a store, which are packed and cut when they are extracted."""
+    if args.packing:
+        raise ValueError("Rows of a feature store are packed when they are extracted. Leave `packing` out.")
+    longest = max(row_lengths(store.rows), default=0)
+    if args.max_length is not None and longest > args.max_length:
+        raise ValueError(
+            f"The longest row in {store.folder} has {longest} tokens, more than `max_length={args.max_length}`. Pass `max_length={longest}`, "
+            "or extract the features again with a smaller one, into another folder."
+        )
 
 
 def warn_of_other_target(folder: Path, before: str, now: str) -> None:
@@ -151,9 +165,11 @@ class FeatureStore:
             ValueError: if they belong to others.
         """
         for name, value in description.items():
-            stored = self.index["description"][name]
-            if name != "target" and stored != value:  # the target may have moved to another folder
-                shown = "" if name in ("fingerprint", "tokenizer") else f" ({stored} there, {value} here)"
+            stored = self.index["description"].get(name, value)  # older stores have no digest of the weights
+            is_same = is_same_table(stored, value) if name == "fingerprint" else stored == value
+            if name != "target" and not is_same:  # the target may have moved to another folder
+                is_digest = name in ("fingerprint", "tokenizer", "weights_digest")
+                shown = "" if is_digest else f" ({stored} there, {value} here)"
                 raise ValueError(
                     f"The features in {self.folder} were extracted from {self.index['description']['target'] or 'a target'} with "
                     f"another {name}{shown}. Extract them again for this target and tokenizer, into another folder."
@@ -256,7 +272,10 @@ def check_space(folder: Path, index: dict, dtype: torch.dtype) -> None:
 def check_same_store(folder: Path, index: dict, rows: Dataset) -> None:
     """Raises `ValueError` if a folder has another index, or other rows. Its target may have moved to another folder."""
     known = read_json(folder / "index.json")
-    before, now = known["description"]["target"], index["description"]["target"]
+    description = index["description"]
+    before, now = known["description"]["target"], description["target"]
+    # Older stores have no digest of the weights.
+    known["description"] = {name: known["description"].get(name, description[name]) for name in description}
     known["description"]["target"] = now
     ours, theirs = (each.with_format("arrow")[:] for each in (rows, load_from_disk(str(folder / "rows"))))
     if known != index or ours.column_names != theirs.column_names or not ours.equals(theirs):

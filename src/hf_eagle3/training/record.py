@@ -12,7 +12,7 @@ import torch
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
-from transformers import PreTrainedConfig, TrainerState
+from transformers import PreTrainedConfig, PreTrainedModel, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import ADAPTER_CONFIG_NAME
 
@@ -120,7 +120,7 @@ def check_resumption(trainer: Eagle3Trainer, checkpoint: str) -> None:
     record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     check_same_launch(trainer, checkpoint)
     check_same_draft(trainer, checkpoint)
-    then, now = record.get("target_weights"), target_digest(trainer)
+    then, now = record.get("target_weights"), target_digest(trainer.target_model)
     if None not in (then, now) and then != now:
         raise ValueError(
             f"{checkpoint} was trained for a target with other weights than {trainer.draft.config.verifier}, such as a fine-tune of the "
@@ -172,9 +172,8 @@ def check_same_draft(trainer: Eagle3Trainer, checkpoint: str) -> None:
         )
     else:
         theirs, ours = type(trainer.draft.config).from_pretrained(checkpoint), trainer.draft.config
-        # Rounding changes the fingerprint of a target slightly, in bfloat16 by a few millionths.
         fingerprints = [each.verifier_fingerprint for each in (theirs, ours) if each.verifier_fingerprint is not None]
-        if len(fingerprints) == 2 and similarity(*fingerprints) < 0.99999:
+        if len(fingerprints) == 2 and not is_same_table(*fingerprints):
             raise ValueError(
                 f"{checkpoint} has a draft for another target than {ours.verifier}. Pass the target that this training began with."
             )
@@ -272,16 +271,21 @@ def sample_of(rows: Dataset) -> Dataset:
     return rows.with_format(None).select(range(0, len(rows), -(-len(rows) // 64)))
 
 
-def target_digest(trainer: Eagle3Trainer) -> str | None:
+def is_same_table(one: str, other: str) -> bool:
+    """Whether two fingerprints are of one table. Rounding changes them slightly, in bfloat16 by a few millionths."""
+    return similarity(one, other) >= 0.99999
+
+
+def target_digest(target: PreTrainedModel) -> str | None:
     """
     Returns a digest of some numbers of each of the target's weights, in any precision. `None` if the weights are quantized,
-    offloaded or sharded, or only the target's features are read.
+    offloaded or sharded, or only the target's embeddings and head are loaded.
     """
-    target, digest = trainer.target_model, hashlib.sha256()
+    digest = hashlib.sha256()
     weights = dict(target.named_parameters())  # `state_dict` would shard those of FSDP anew, in one process alone
     is_plain = all(type(weight) is torch.nn.Parameter and not weight.is_meta for weight in weights.values())
-    has_features = isinstance(trainer.train_dataset, Dataset) and "feature_row" in trainer.train_dataset.column_names
-    if not is_plain or has_features or getattr(target, "hf_quantizer", None) is not None:
+    has_layers = all(len(each) for each in target.modules() if isinstance(each, torch.nn.ModuleList))
+    if not is_plain or not has_layers or getattr(target, "hf_quantizer", None) is not None:
         return None
     for _, weight in sorted(weights.items()):
         some = weight.detach().flatten()[:: max(weight.numel() // 64, 1)].to(torch.bfloat16)
@@ -321,7 +325,7 @@ def training_record(trainer: Eagle3Trainer, state_dict: dict[str, torch.Tensor] 
         "rows": len(trainer.train_dataset) if isinstance(trainer.train_dataset, Dataset) else None,  # prepared
         "order_of_rows": trainer.order_of_rows,
         "learned_tokens": trainer.learned_tokens,
-        "target_weights": target_digest(trainer),
+        "target_weights": target_digest(trainer.target_model),
         **({} if trainer.rows_with_images == 0 else {"rows_with_images": trainer.rows_with_images}),
         # The command of a user's own script is not known.
         "command": "accelerate launch recipes/train.py --config training.yaml" if trainer.script_settings else None,

@@ -34,7 +34,7 @@ from .checkpoint import checkpoint_to_resume, place_in_stream
 from .checks import all_datasets, check_batches, check_call, check_optimizer, check_parallelism, optimizer_name
 from .console import show_few
 from .evaluation import check_best_metric, check_decoding, decoding_metrics, kept_precision, without_repeated_rows
-from .features import FeatureCollator, FeatureStore, describe, extract, fixed_arguments
+from .features import FeatureCollator, FeatureStore, check_store_arguments, describe, extract, fixed_arguments
 from .metrics import TTTMetrics
 from .models import draft_to_train, load_target
 from .optimizer import muon_with_adamw
@@ -156,8 +156,8 @@ class Eagle3Trainer(DraftSavingTrainer):
         self._encoded: Dataset | IterableDataset | None = None  # the train data, before it is prepared
 
         store = kwargs["train_dataset"] if isinstance(kwargs["train_dataset"], FeatureStore) else None
-        if store is not None and args.packing:
-            raise ValueError("Rows of a feature store are packed when they are extracted. Leave `packing` out.")
+        if store is not None:
+            check_store_arguments(store, args)
         prepare_tokenizer(tokenizer, args, self.target_vocab_size)
         self._init_sft_trainer(draft, args, tokenizer, store, kwargs)
         check_parallelism(self)
