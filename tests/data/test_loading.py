@@ -85,6 +85,28 @@ def test_saved_splits_stay_apart(tmp_path, streaming):
     assert {name: [row["text"] for row in rows] for name, rows in read.items()} == {name: [name] for name in splits}
 
 
+@pytest.mark.parametrize(
+    "read, unread",
+    [
+        (["a.jsonl", "b.jsonl"], ["c.parquet"]),
+        (["train.jsonl", "test.jsonl"], ["more.jsonl"]),
+        (["rows-train.jsonl", "rows-test.jsonl"], []),  # not of `recipes/regenerate.py`
+        (["rows-00000.jsonl"], ["old/rows.csv.gz"]),
+        (["a.jsonl"], []),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_files_of_a_folder_that_are_not_read_are_named(tmp_path, caplog, streaming, read, unread):
+    for name in (*read, *unread, ".hidden.jsonl", "README.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    splits = load_data(tmp_path, streaming=streaming)
+    assert set(splits) == ({"train", "test"} if any("test" in name for name in read) else {"train"})
+    assert sum(len(list(rows)) for rows in splits.values()) == len(read)
+    told = f"1 files of {tmp_path} are not read: {', '.join(unread)}. "
+    assert (told in caplog.text) == bool(unread) and ("not read" in caplog.text) == bool(unread)
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_names_of_files_are_no_patterns(tmp_path, streaming):
     for name in ("chats [v2]*.jsonl", "chats [v2]-old.jsonl", "chats v-old.jsonl"):

@@ -26,16 +26,21 @@ from datasets import (
     ReadInstruction,
     concatenate_datasets,
     load_dataset,
+    load_dataset_builder,
     load_from_disk,
 )
 from datasets.exceptions import DatasetGenerationError
+from transformers.utils import logging
 from trl import DatasetMixtureConfig, get_dataset
 
 from .nulls import aligned, with_json
 from .values import shown
 
 
+logger = logging.get_logger(__name__)
+
 FILE_FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
+ABOUT_DATA = ("dataset_info.json", "dataset_infos.json")  # written by `datasets`
 OPENERS: dict[str, Any] = {".bz2": bz2.open, ".gz": gzip.open, ".xz": lzma.open}  # those of Python's own library
 COMPRESSED = (".bz2", ".gz", ".lz4", ".xz", ".zst")  # `load_dataset` reads these
 
@@ -108,8 +113,11 @@ def load_data(
             of_all = features_of_lines() if streaming and suffix != ".json" else None
             loaded = load_first()
             first = next(iter(loaded.values()))
-            for file in lines if PartialState().is_local_main_process else ():
-                check_utf8(file)
+            if PartialState().is_local_main_process:
+                for file in lines:
+                    check_utf8(file)
+                if config is None and Path(name).is_dir():
+                    warn_of_unread_files(name, files)
             if first.info.builder_name != "json" or not Path(name).exists():
                 return loaded
             if (features := first.features) is None:  # of a stream of an array, which is read whole in any case
@@ -190,7 +198,7 @@ def find_files(name: str, suffix: str) -> list[str]:
     """
     if suffix in FILE_FORMATS and not Path(name).is_file():
         raise FileNotFoundError(f"There is no file {name} (`--dataset_name`).")
-    written = sorted(Path(name).glob("rows-*.jsonl"))
+    written = sorted(Path(name).glob("rows-[0-9]*.jsonl"))
     if written or not Path(name).is_file():
         return list(map(str, written))
     if suffix not in FILE_FORMATS:
@@ -203,6 +211,27 @@ def find_files(name: str, suffix: str) -> list[str]:
     if is_blank:
         raise ValueError(f"{name} is empty. Pass a file with rows (`--dataset_name`).")
     return [name]
+
+
+def warn_of_unread_files(folder: str, read: list[str]) -> None:
+    """Warns of files of data in a folder that are not `read`, by default by `load_dataset`."""
+    if not read:
+        data_files = load_dataset_builder(folder).config.data_files or {}
+        read = [file for files in data_files.values() for file in files]
+    known, unread = {Path(file).resolve() for file in read}, []
+    for path in sorted(Path(folder).rglob("*")):
+        place = path.relative_to(folder)
+        suffix = Path(path.stem if path.name.endswith(COMPRESSED) else path.name).suffix
+        is_hidden = any(part.startswith((".", "__")) for part in place.parts)
+        is_data = suffix in FILE_FORMATS and path.is_file() and path.name not in ABOUT_DATA
+        if is_data and not is_hidden and path.resolve() not in known:
+            unread.append(str(place))
+    if unread:
+        shown_names = ", ".join(unread[:5]) + (", ..." if len(unread) > 5 else "")
+        logger.warning_once(  # a stream may be loaded twice
+            f"{len(unread)} files of {folder} are not read: {shown_names}. Of a folder only files of one format are read, and only those "
+            "named after a split (`train.jsonl`) if there are any. Convert or rename them, or move them away."
+        )
 
 
 def load_mixture(mixture: DatasetMixtureConfig) -> DatasetDict:
