@@ -85,7 +85,7 @@ def regenerate(target, tokenizer, chats, folder: Path, batch_size: int, seconds:
 
     with suppress(TimeoutError), patch.object(target, "generate", generate_in_time):
         regenerate_locally(
-            target, tokenizer, output.pending({"messages": chat} for chat in chats), output, batch_size, do_sample=True,
+            target, tokenizer, output.pending([{"messages": chat} for chat in chats]), output, batch_size, do_sample=True,
             temperature=TEMPERATURE, top_k=0, max_new_tokens=ANSWER,
         )  # fmt: skip
     output.file.close()

@@ -1,4 +1,6 @@
+import copy
 import errno
+import json
 import logging
 from unittest.mock import Mock
 
@@ -93,6 +95,37 @@ def test_an_answer_that_utf8_cannot_hold_is_left_out(tmp_path):
     again = Output(tmp_path, {})
     assert again.done == {2} and again.left_out[0] == r"it has half a character, '\ud83d'"
     assert again.left_out[1] == r"the server refuses to answer: \ud83d"
+
+
+@pytest.mark.parametrize("edit", ["none", "in front", "removed", "template", "corrected"])
+def test_prompts_of_finished_rows_stay(tmp_path, edit):
+    """Rows are known by their numbers."""
+    rows = [{"messages": [user(text), assistant("old")]} for text in "abc"]
+    rows.insert(2, {"messages": [assistant("nothing to answer")]})
+    output = Output(tmp_path, {})
+    for conversation in output.pending(rows):
+        if conversation.row != 3:  # interrupted
+            output.write(conversation.row, {"messages": [*conversation.turns, assistant("new")]})
+    assert all(row.keys() == {"row", "messages"} for row in map(json.loads, (tmp_path / "rows-00000.jsonl").open()))
+    edited, kwargs = copy.deepcopy(rows), {"template_kwargs": {"think": True}} if edit == "template" else {}
+    edited[1]["messages"][1]["content"] = "another old answer"
+    if edit == "in front":
+        edited.insert(0, {"messages": [user("d")]})
+    elif edit == "removed":
+        del edited[2]
+    elif edit == "corrected":
+        edited[2] = {"messages": [user("e")]}
+    again = Output(tmp_path, {}).pending(edited, **kwargs)
+    if edit == "none":
+        assert [conversation.row for conversation in again] == [3]
+    else:
+        row = 2 if edit in ("removed", "corrected") else 0
+        with pytest.raises(ValueError, match=f"Row {row} of the data has another prompt .*`--output_dir`"):
+            next(again)
+    # Of an older version, and without its list of rows that were left out.
+    for hidden in (*tmp_path.glob(".prompts-*"), *tmp_path.glob(".left_out-*")):
+        hidden.unlink()
+    assert [conversation.row for conversation in Output(tmp_path, {}).pending(rows)] == [3]
 
 
 def test_only_the_first_rows_are_read_by_encoders(tmp_path, monkeypatch):

@@ -82,6 +82,7 @@ def test_names(tmp_path, monkeypatch):
     (tmp_path / "other").mkdir()
     for name in ("b", "a", "other/b"):
         (tmp_path / f"{name}.jsonl").write_text('{"prompt": "x"}\n')
+    (tmp_path / ".left_out-00000.jsonl").touch()  # of `recipes/regenerate.py`
     assert expand(["paper", str(tmp_path)]) == [*GROUPS["paper"], str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
     assert expand([str(tmp_path / "other")]) == [str(tmp_path / "other" / "b.jsonl")]
     assert len(expand(["spec_bench"])) == 6 and task_name(str(tmp_path / "a.jsonl")) == "a"

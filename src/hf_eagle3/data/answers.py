@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ NUM_NAMED = 3  # rows to name at once when they are left out
 NUM_CHECKED = 100  # new rows that encoders read. Each takes as long as in training, while a server waits
 
 # Hidden, so that `load_dataset` does not read them as data.
-SETTINGS, LEFT_OUT, LOCK = ".settings.json", ".left_out-*.jsonl", ".lock-*"
+SETTINGS, LEFT_OUT, PROMPTS, LOCK = ".settings.json", ".left_out-*.jsonl", ".prompts-*", ".lock-*"
 CARD = """---
 {metadata}
 ---
@@ -59,8 +60,9 @@ def bar_of_rows(output: "Output") -> tqdm:
 class Output:
     """
     A folder of JSON Lines files, one for each process, with one finished row a line. `load_dataset(folder)` reads it. Rows
-    that cannot be answered are listed in hidden files, so that no later run tries them again. The first process must open the
-    folder before the others. `drops_cut_answers` leaves out rows with an answer that was cut for its length.
+    that cannot be answered are listed in hidden files, so that no later run tries them again. Other hidden files have digests of the
+    prompts. The first process must open the folder before the others. `drops_cut_answers` leaves out rows with an answer that was cut
+    for its length.
 
     Raises `ValueError` if the folder was made with other `settings`, or holds something else, or another run writes there.
     """
@@ -77,20 +79,26 @@ class Output:
             if any(part.stat().st_size for part in folder.glob("rows-*.jsonl")):
                 difference = what_differs(known or {}, settings)
                 raise ValueError(f"{folder} was made with other settings: {difference}. Choose another folder.")
-            for part in folder.glob(LEFT_OUT):  # of an earlier run that wrote no row
+            for part in (*folder.glob(LEFT_OUT), *folder.glob(PROMPTS)):  # of an earlier run that wrote no row
                 part.unlink()
             write_atomically(kept, json.dumps(settings))  # other processes read it
         path = folder / f"rows-{process_index:05d}.jsonl"
         if process_index == 0:  # before the others start; an earlier run may have had more processes
-            for part in (*folder.glob("rows-*.jsonl"), *folder.glob(LEFT_OUT)):
+            for part in (*folder.glob("rows-*.jsonl"), *folder.glob(LEFT_OUT), *folder.glob(PROMPTS)):
                 drop_unfinished_line(part)
         self.done = {row["row"] for row in rows_in(folder.glob("rows-*.jsonl"))}
-        self.left_out = {row["row"]: row["reason"] for row in rows_in(folder.glob(LEFT_OUT))}
+        left_out = list(rows_in(folder.glob(LEFT_OUT)))
+        self.left_out = {row["row"]: row["reason"] for row in left_out}
+        with_prompts = (*rows_in(folder.glob(PROMPTS)), *left_out)
+        # Older folders have none, or only those of later rows.
+        self.prompts = {row["row"]: row["digest"] for row in with_prompts if "digest" in row}
         self.num_before, self.num_cut, self.drops_cut_answers = len(self.left_out), 0, drops_cut_answers
         self.learners: Sequence[Callable[[dict], Any]] = ()  # encoders, one of which should take each new row
         self.num_to_check = NUM_CHECKED
         self.file = path.open("a", encoding="utf-8")
-        self.left_out_file = folder / LEFT_OUT.replace("*", f"{process_index:05d}")
+        self.left_out_file, self.prompts_file = (
+            folder / hidden.replace("*", f"{process_index:05d}") for hidden in (LEFT_OUT, PROMPTS)
+        )
 
     def write(self, row: int, content: dict) -> None:
         """Writes a finished row. Leaves it out if UTF-8 cannot hold it, or if it was cut and such rows are dropped."""
@@ -102,6 +110,8 @@ class Output:
         self.num_cut += "length" in content.get("finish_reasons", ())
         if self.drops_cut_answers and "length" in content.get("finish_reasons", ()):
             return self.leave_out(row, "an answer was cut for its length")
+        if row in self.prompts:
+            append_line(self.prompts_file, {"row": row, "digest": self.prompts[row]})
         self.file.write(line)
         self.file.flush()
         self.done.add(row)
@@ -130,8 +140,8 @@ class Output:
         if len(self.left_out) - self.num_before < NUM_NAMED:
             logger.warning(f"Row {row} is left out: {reason}.")
         self.left_out[row] = reason
-        with self.left_out_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"row": row, "reason": reason}, ensure_ascii=False) + "\n")
+        digest = {"digest": self.prompts[row]} if row in self.prompts else {}
+        append_line(self.left_out_file, {"row": row, "reason": reason, **digest})
 
     def pending(
         self,
@@ -140,12 +150,24 @@ class Output:
         num_processes: int = 1,
         template_kwargs: dict | None = None,
     ) -> Iterator[Conversation]:
-        """Yields this process's rows that are neither written nor left out. Leaves out those that cannot be answered."""
+        """
+        Yields this process's rows that are neither written nor left out. Leaves out those that cannot be answered. Raises `ValueError`,
+        before the first, if a row that is written or left out had another prompt then.
+        """
         dataset = with_unread_images(dataset)
         features = getattr(dataset, "features", None)  # a list of rows has none
+        finished = {row for row in (*self.done, *self.left_out) if row in self.prompts}
+        for row, example in enumerate(islice(dataset, max(finished, default=-1) + 1)):
+            if row in finished and self.prompts[row] != prompt_digest(example, template_kwargs, features):
+                raise ValueError(
+                    f"Row {row} of the data has another prompt than when it was answered or left out in {self.left_out_file.parent}. Rows are "
+                    "known by their numbers, so no row may be added, removed or changed. Pass the data as it was, or another folder "
+                    "(`--output_dir`)."
+                )
         for row, example in enumerate(dataset):
             if row % num_processes != process_index or row in self.done or row in self.left_out:
                 continue
+            self.prompts[row] = prompt_digest(example, template_kwargs, features)
             try:
                 yield Conversation(row, example, template_kwargs, features)
             except RowError as error:
@@ -160,6 +182,20 @@ class Output:
             parts.append(f"{len(self.left_out)} rows were left out. {summary(sorted(self.left_out.items()))}")
             parts.append(f"To try them again, delete {self.left_out_file.parent / LEFT_OUT} and run the same command.")
         return " ".join(parts)
+
+
+def prompt_digest(example: dict, template_kwargs: dict | None = None, features: Any = None) -> str:
+    """Returns a digest of a row's prompt. Empty if there is nothing to answer."""
+    try:
+        return Conversation(0, example, template_kwargs, features).digest()
+    except RowError:
+        return ""
+
+
+def append_line(path: Path, content: dict) -> None:
+    """Appends an object to a JSON Lines file."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(content, ensure_ascii=False) + "\n")
 
 
 def rows_in(paths: Iterable[Path]) -> Iterator[dict]:

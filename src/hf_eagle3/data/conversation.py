@@ -1,5 +1,6 @@
 """A conversation that a target answers turn by turn."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -54,6 +55,13 @@ class Conversation:
         if not self.pending:
             raise RowError("it has no user message to answer")
         self.turns = self.pending.pop(0)
+
+    def digest(self) -> str:
+        """Returns a short digest of all that the target is asked: texts, template settings, and images that are paths or bytes."""
+        asked = [self.turns, *self.pending] if self.text is None else self.text
+        images = [image if isinstance(image, str | dict) else None for image in self.all_images]
+        content = json.dumps([asked, self.template_kwargs, images], sort_keys=True, default=str)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     @property
     def images(self) -> list[Any]:

@@ -79,7 +79,7 @@ def expand(names: list[str]) -> list[str]:
     expanded = []
     for name in names:
         if name not in {*TASKS, *GROUPS, OFFLINE} and Path(name).is_dir():
-            files = sorted(map(str, Path(name).glob("*.jsonl")))
+            files = sorted(map(str, Path(name).glob("[!.]*.jsonl")))  # some are hidden
             if not files:
                 raise ValueError(f"There are no JSON Lines files (*.jsonl) in {name}.")
             expanded += files
