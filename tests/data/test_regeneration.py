@@ -78,6 +78,14 @@ def test_rows_that_a_target_cannot_answer_are_left_out(tmp_path, tokenizer):
     assert "the chat template refuses it: it leaves out messages of 'system'" in output.left_out[4]
 
 
+def test_texts_longer_than_the_target_was_made_for(tmp_path, tokenizer, caplog):
+    """Of rotary positions any number can be computed."""
+    target, rows = make_target("llama", max_position_embeddings=12), [{"prompt": "a" * n} for n in (10, 11, 12)]
+    written, _ = regenerate(tmp_path, target, tokenizer, rows, 2, **FEW)
+    assert len(written) == 3 and caplog.text.count("the target was made for") == 1
+    assert "Row 1, and maybe others, has 13 tokens with `max_new_tokens=2`, more than 12" in caplog.text
+
+
 def test_a_tokenizer_of_another_target(tmp_path, tokenizer):
     """Whose tokens would be looked up beyond the end of the embedding."""
     rows = [{"prompt": text} for text in ("abc", "aaa", "9")]

@@ -257,7 +257,10 @@ def test_data_that_is_taken_as_it_is(tmp_path, tokenizer, caplog):
     ):
         with pytest.raises(ValueError, match=f"^{asked} would have no effect on the train data"):
             make_trainer(tmp_path, tokenizer, dataset=data, dataset_kwargs={"skip_prepare_dataset": True}, **option)
+    assert "longer than" not in caplog.text
     assert "1 of 2 rows of the train data have nothing to learn, and stay" in caplog.text
+    make_trainer(tmp_path, tokenizer, dataset=unlabeled, dataset_kwargs={"skip_prepare_dataset": True}, max_length=3)
+    assert "longer than `max_length=3`: 1 of 7 tokens are beyond it and are kept by `skip_prepare" in caplog.text
     with pytest.raises(ValueError, match="Row 1 of the eval data has label 5"):
         evaluated = {"a": rows([-100, 6, 7, 8]), "b": rows([-100, -100, -100, 5])}
         arguments = {"dataset_kwargs": {"skip_prepare_dataset": True}, "eval_dataset": evaluated}

@@ -24,7 +24,7 @@ from .conversation import Conversation
 from .encoding import RowEncoder, check_tokens
 from .images import ImageReader
 from .messages import check_calls
-from .prompts import num_positions
+from .prompts import num_positions, trained_length
 from .values import RowError, UnreachableError
 
 
@@ -94,6 +94,7 @@ def regenerate_locally(
         images=images,
     )
     at_once = batch_size * (BATCHES_SORTED if images is None else 1)  # images of many rows take much memory
+    limit, room = trained_length(target), generation_kwargs.get("max_new_tokens", 1)
     upcoming, active, num_failed, order = iter(pending), list[Conversation](), 0, random.Random(0)
     output.learners = learners_of(tokenizer)
     progress = bar_of_rows(output)
@@ -102,6 +103,13 @@ def regenerate_locally(
         num_failed += num_unreachable
         if not prompts:
             return num_failed
+        for conversation, inputs_of_row in prompts.items():
+            if limit is not None and (length := len(inputs_of_row["input_ids"]) + room) > limit:
+                logger.warning(
+                    f"Row {conversation.row}, and maybe others, has {length} tokens with `max_new_tokens={room}`, more than {limit}, the "
+                    "longest texts that the target was made for (`max_position_embeddings`). Its answer may be useless. Remove long rows."
+                )
+                limit = None  # one warning is enough
         active = []
         for batch in batches_by_length(prompts, batch_size, order):
             inputs = [prompts[conversation] for conversation in batch]

@@ -72,7 +72,7 @@ def check_store_arguments(store: FeatureStore, args: Eagle3TrainingArguments) ->
     """Raises `ValueError` if arguments ask for other rows than those of a store, which are packed and cut when they are extracted."""
     if args.packing:
         raise ValueError("Rows of a feature store are packed when they are extracted. Leave `packing` out.")
-    longest = max(row_lengths(store.rows), default=0)
+    longest = row_lengths(store.rows).max()
     if args.max_length is not None and longest > args.max_length:
         raise ValueError(
             f"The longest row in {store.folder} has {longest} tokens, more than `max_length={args.max_length}`. Pass `max_length={longest}`, "

@@ -20,7 +20,7 @@ from trl.data_utils import get_dataset_column_names
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..data import ImageReader, num_positions, shows_images
-from ..data.checks import check_prepared, check_unread_masks, first_row, report_dropped, row_lengths
+from ..data.checks import check_prepared, check_unread_masks, first_row, report_dropped, report_long_rows, row_lengths
 from ..data.encoded import read_whole
 from ..data.images import ImageCollator
 from ..environment import warn_of_slow_bfloat16
@@ -230,6 +230,8 @@ class Eagle3Trainer(DraftSavingTrainer):
             has_collator = kwargs.get("data_collator") is not None
             if not has_collator or "input_ids" in get_dataset_column_names(dataset):  # a collator may tokenize
                 check_prepared(dataset, self.target_vocab_size, name, may_be_padded=has_collator)
+                if isinstance(dataset, Dataset) and len(dataset) > 0:
+                    report_long_rows(dataset, args.max_length, "kept by `skip_prepare_dataset=True`", name)
             if not has_collator:
                 asked = [option for option in ("assistant_only_loss", "completion_only_loss") if getattr(args, option)]
                 check_unread_masks(get_dataset_column_names(dataset), asked, name)
