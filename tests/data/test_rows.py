@@ -10,8 +10,9 @@ from messages import assistant, user
 
 from hf_eagle3.data import read_prompt, read_row
 from hf_eagle3.data.conversation import Conversation
-from hf_eagle3.data.rows import kind_of, summary
+from hf_eagle3.data.rows import PROMPT_PARTS, SYSTEM, kind_of, summary
 from hf_eagle3.data.values import RowError
+from hf_eagle3.tokenizer import REASONING
 
 
 U, A = user("a"), assistant("b")
@@ -72,6 +73,7 @@ GOOD = [
     (M({**U, "content": parts("a", "b")}), M(user("ab"))),
     ({"conversations": SHAREGPT, "system": "s"}, M(system("s"), *CHAT)),
     ({"conversations": SHAREGPT, "system": ""}, C),
+    *(({**C, name: "s"}, M(system("s"), *CHAT)) for name in SYSTEM),
     (M(U, {**BARE, "content": None, "tool_calls": [CALL]}), "call"),
     (M(U, {**BARE, "tool_calls": [CALL_AS_TEXT]}), "call"),
     (M(U, {**BARE, "tool_calls": json.dumps([CALL_AS_TEXT])}), "call"),
@@ -118,6 +120,15 @@ GOOD = [
     ({**C, "tools": json.dumps([TOOL])}, M(*CHAT, template_kwargs={"tools": [TOOL]})),
     # Keys that `datasets` added.
     ({**C, "tools": [{**TOOL, "strict": None}]}, M(*CHAT, template_kwargs={"tools": [TOOL]})),
+    # Documents.
+    *(
+        ({**C, "documents": documents}, {**C, "template_kwargs": {"documents": [{"text": "d"}]}})
+        for documents in ([{"text": "d", "title": None}], '[{"text": "d"}]')
+    ),
+    ({**C, "documents": [], "context": None, "reasoning": "on", "thinking": ""}, C),
+    # What the messages, or the system prompt, have anyway.
+    (M(user([part("a"), IMAGE]), A, image="x", context=["a"]), M(user([part("a"), IMAGE]), A, images=["x"])),
+    ({**C, "system": "s t", "instruction": "s\nt", "input": "a"}, M(system("s t"), *CHAT)),
     ({**C, "images": [], "image": None}, C),
     # Images in a column, in their places, at marks and in messages.
     ({**C, "images": ["x", "y"]}, M(user([IMAGE, IMAGE, part("a")]), A, images=["x", "y"])),
@@ -254,7 +265,15 @@ BAD = [
         M(user("c\nd"), A, reasoning_content="c\nd"),
         "it has 'reasoning_content', which is not in its answer, .* Write it into the assistant's message",
     ),
-    ({**PAIR, "reasoning_content": "c"}, "not in its answer"),
+    *(({**each, name: "c"}, f"{name!r}, which is not in its answer") for each in (PAIR, C) for name in REASONING),
+    *(({**C, name: "c"}, f"it has {name!r} beside 'messages', which does not have it") for name in PROMPT_PARTS),
+    ({"prompt": [U], "completion": [A], "context": "b"}, "it has 'context' beside 'prompt'"),
+    ({**PAIR, "documents": [{"text": "d"}]}, "it has 'documents' beside 'prompt'"),
+    ({**C, "documents": ["d"]}, r"'documents' is \['d'\], but must be a list of dictionaries"),
+    (
+        {**C, "documents": [{"text": "d"}], "chat_template_kwargs": {"documents": [{"text": "d"}]}},
+        "'documents' in 'chat_template_kwargs' and in a column",
+    ),
     ({"prompt": [U], "completion": [A], "reasoning_content": "c"}, "not in its answer"),
     (
         {"conversations": SHAREGPT, "metadata": {"idx": 0, "reasoning_content": "c"}},

@@ -13,7 +13,7 @@ from .messages import CONVERSATIONS
 
 
 # Columns that may hold dictionaries.
-READ_FROM_JSON = ("tools", "functions", "chat_template_kwargs")  # also as texts
+READ_FROM_JSON = ("tools", "functions", "documents", "chat_template_kwargs")  # also as texts
 STRUCTURED = (*CONVERSATIONS, "prompt", "completion", *READ_FROM_JSON)
 
 

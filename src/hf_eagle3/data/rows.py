@@ -9,21 +9,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..tokenizer import REASONING, with_text_part
 from .messages import CONVERSATIONS, read_messages, refuse_json
 from .nulls import without_added_nulls
 from .values import RowError, as_list, check_is_json, from_json, is_something, shown
 
 
-SYSTEM = ("system", "system_prompt")  # columns of system prompts beside a conversation
+# Columns of system prompts beside a conversation.
+SYSTEM = ("system", "system_prompt", "system_message", "system_instruction", "sys_prompt")
 IMAGES = ("images", "image")
 IMAGE_MARK = "<image>"  # where an image is, in data for LLaVA, LLaMA-Factory and ms-swift
 OTHER_MEDIA = ("audio", "audios", "video", "videos")
 MASKS = ("attention_mask", "loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "response_mask")
+SAYS_WHAT_IS_LEARNED = ("labels", *MASKS[1:])
 TOKENIZERS_MASK = "special_tokens_mask"  # says nothing about what is learned
 # Other projects' names of `tools`, whose contents have other forms.
 OTHER_TOOLS = ("tool_defs", "tool_definitions", "tool_schemas", "available_tools")
 # Columns of Alpaca's and Dolly's formats that belong to the prompt, and stay behind when the others are renamed.
-PROMPT_PARTS = ("input", "history", "context")
+PROMPT_PARTS = ("instruction", "input", "history", "context")
+# Values of the columns `reasoning` and `thinking` that only say whether there is any (Nemotron).
+SWITCHES = ("on", "off")
 # Columns that are false beside a bad answer: those of TRL's and LLaMA-Factory's data for KTO.
 VERDICTS = ("label", "kto_tag")
 NUM_SHOWN = 3  # how many reasons, and rows for each, a message names
@@ -273,6 +278,8 @@ def read_conversation(row: dict[str, Any], name: str, is_prompt: bool = False) -
     """Returns the messages of a row, with the system prompt from its own column, if the row has one."""
     messages = read_messages(row.get(name), name, is_prompt)
     prompts = {column: read_text(row[column], column) for column in SYSTEM if row.get(column)}
+    parts = [part for message in messages for part in with_text_part(message)["content"]]
+    _refuse_left_out(row, PROMPT_PARTS, name, [*prompts.values(), *(part.get("text", "") for part in parts)])
     if not prompts:
         return messages
     if messages[0]["role"] == "system":
@@ -287,7 +294,7 @@ def read_conversation(row: dict[str, Any], name: str, is_prompt: bool = False) -
 def read_template_kwargs(row: dict[str, Any]) -> dict[str, Any]:
     """
     Returns what a row gives its chat template besides the messages: `tools` (a list or JSON, also in OpenAI's older form,
-    `functions`) and the contents of `chat_template_kwargs` (a dictionary or JSON).
+    `functions`), `documents` (the same) and the contents of `chat_template_kwargs` (a dictionary or JSON).
     """
     kwargs = from_json(row.get("chat_template_kwargs"), "chat_template_kwargs")
     if kwargs is not None and not isinstance(kwargs, dict):
@@ -309,6 +316,15 @@ def read_template_kwargs(row: dict[str, Any]) -> dict[str, Any]:
             raise RowError(f"'tools' is {shown(tools)}, but must be a list of JSON schemas")
         check_is_json(tools, "'tools'")
         kwargs["tools"] = tools
+    if documents := from_json(row.get("documents"), "documents"):
+        if kwargs.get("documents"):
+            raise RowError("it has 'documents' in 'chat_template_kwargs' and in a column. Remove one of them")
+        kwargs["documents"] = as_list(documents, "'documents'")
+        if not all(isinstance(each, dict) for each in kwargs["documents"]):
+            raise RowError(
+                f"'documents' is {shown(documents)}, but must be a list of dictionaries, which the chat template writes. Convert it, or "
+                "remove the column"
+            )
     return kwargs
 
 
@@ -384,23 +400,30 @@ def _refuse_beside_text(row: dict[str, Any]) -> None:
 
 def _refuse_beside_prompt(row: dict[str, Any]) -> None:
     _refuse_beside_text(row)
-    for name in PROMPT_PARTS:
-        if _is_left_out(row.get(name), str(row.get("prompt"))):
+    _refuse_left_out(row, (*PROMPT_PARTS, "documents"), "prompt", [str(row.get("prompt"))])
+
+
+def _refuse_left_out(row: dict[str, Any], names: Iterable[str], kind: str, texts: Sequence[str]) -> None:
+    """Refuses columns that belong to the prompt, and are not in its texts."""
+    for name in names:
+        if _is_left_out(row.get(name), *texts):
             raise RowError(
-                f"it has {name!r} beside 'prompt', which does not have it. Write it into the prompt, or remove the column"
+                f"it has {name!r} beside {kind!r}, which does not have it. Write it into {kind!r}, or remove the column"
             )
 
 
 def _refuse_reasoning_beside(row: dict[str, Any], answers: Iterable[dict[str, Any]]) -> None:
     """Refuses reasoning in a column, where it is not read, unless the assistant's messages have it, too."""
-    for columns, where in ((row, ""), (row.get("metadata"), " in 'metadata'")):  # where speculators' script wrote it
-        reasoning = columns.get("reasoning_content") if isinstance(columns, dict) else None
-        said = [value for message in answers if message["role"] == "assistant" for value in message.values()]
-        if reasoning is not None and _is_left_out(reasoning, *map(str, said)):
-            raise RowError(
-                f"it has 'reasoning_content'{where}, which is not in its answer, and the draft would learn to answer without it. Write it "
-                "into the assistant's message ('reasoning_content') or into the completion, or remove the column"
-            )
+    said = [str(value) for message in answers if message["role"] == "assistant" for value in message.values()]
+    # speculators' script wrote it into `metadata`.
+    metadata = row["metadata"] if isinstance(row.get("metadata"), dict) else {}
+    for columns, where in ((row, ""), (metadata, " in 'metadata'")):
+        for name in REASONING:
+            if columns.get(name) not in SWITCHES and _is_left_out(columns.get(name), *said):
+                raise RowError(
+                    f"it has {name!r}{where}, which is not in its answer, and the draft would learn to answer without it. Write it into "
+                    "the assistant's message ('reasoning_content') or into the completion, or remove the column"
+                )
 
 
 def _is_left_out(value: Any, *texts: str) -> bool:
