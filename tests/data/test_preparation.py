@@ -101,6 +101,17 @@ def test_conversations_in_a_column_of_the_singular(tokenizer, tmp_path, stream):
     assert len(list(trainer.train_dataset)) == 4
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("column", ["prompt", "messages", "conversations"])
+def test_texts_in_a_column_that_usually_has_others(tokenizer, tmp_path, stream, column):
+    rows = {column: ["abcd"] * 4, "completion": ["ef"] * 4, "text": ["gh"] * 4}
+    trainer = make_trainer(tokenizer, rows, tmp_path, stream=stream, dataset_text_field=column)
+    assert [tokenizer.decode(row["input_ids"]) for row in trainer.train_dataset] == ["abcd</s>"] * 4
+    trainer = make_trainer(tokenizer, {column: ["abcd"]}, tmp_path, stream=stream, dataset_text_field=column)
+    with pytest.raises(ValueError, match=f"{column!r} is a text with messages"):
+        trainer.evaluate(Dataset.from_dict({column: [json.dumps(chat()["messages"][0])]}))
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "mistral"])
 def test_packed_documents_give_the_losses_of_separate_ones(tokenizer, tmp_path, family, monkeypatch):
     monkeypatch.setattr(ttt, "ONE_IN", 1)  # acceptance rates of all rows, not of those in some places
@@ -292,6 +303,14 @@ def test_bad_data(tokenizer, tmp_path):
     masked = {"input_ids": [[5, 6, 7, 8]], "assistant_masks": [[0, 0, 1, 1]]}
     trainer = make_trainer(tokenizer, masked, tmp_path, assistant_only_loss=True)
     assert trainer.train_dataset[0]["labels"] == [-100, -100, 7, 8]
+    for column in ("labels", "loss_mask"):
+        some = {"input_ids": [[5, 6, 7]] * 2, column: [[-100, 6, 7] if column == "labels" else [0, 1, 1], None]}
+        for option in ({"assistant_only_loss": True}, completions):
+            with pytest.raises(
+                ValueError, match="1 of 2 rows .* Row 1: it has no 'labels' and no mask of what is learned"
+            ):
+                make_trainer(tokenizer, some, tmp_path, **option)
+        make_trainer(tokenizer, some, tmp_path, completion_only_loss=False)
     unmarked = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     (tmp_path / "template.jinja").write_text(CHAT_TEMPLATE.replace("U:", "｜"), encoding="utf-8")
     for path in (None, str(tmp_path / "template.jinja")):

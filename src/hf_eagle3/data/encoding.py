@@ -14,7 +14,7 @@ from .. import __version__
 from ..tokenizer import PromptEncoder
 from .images import Expansion, ImageReader
 from .messages import is_learned, says_something, unlearned_by
-from .rows import IMAGES, Row, read_images, read_row
+from .rows import IMAGES, SAYS_WHAT_IS_LEARNED, Row, read_images, read_row
 from .values import RowError, UnusableRow
 
 
@@ -90,6 +90,7 @@ class RowEncoder(PromptEncoder):
         super().__init__(tokenizer, template)
         self.kind, self.vocab_size, self.formatting_func = kind, vocab_size, formatting_func
         self.assistant_only_loss, self.completion_only_loss = assistant_only_loss, completion_only_loss is not False
+        self.learns_a_part = bool(assistant_only_loss or completion_only_loss)
         self.is_marked = template is not None or has_markers(tokenizer)
         self.images, self.features = images, features
         self.version = __version__  # or `datasets` would take rows from its cache that another version has encoded
@@ -128,6 +129,11 @@ class RowEncoder(PromptEncoder):
         """Reads a row, or the text that `formatting_func` makes of it. Refuses images that cannot be read."""
         if self.formatting_func is None:
             content = read_row(row, self.kind, self.features)
+            if content.tokens and self.learns_a_part and all(row.get(name) is None for name in SAYS_WHAT_IS_LEARNED):
+                raise RowError(
+                    "it has no 'labels' and no mask of what is learned, so it would be learned whole in spite of `assistant_only_loss` or "
+                    "`completion_only_loss`. Add them, remove the row, or leave the option out"
+                )
         else:
             text = self.formatting_func(row)
             if not isinstance(text, str):

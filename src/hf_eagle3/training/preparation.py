@@ -27,9 +27,9 @@ from ..data.checks import (
 from ..data.encoded import encode_rows, split_documents, taught_pieces, taught_within
 from ..data.encoding import RowEncoder
 from ..data.images import ImageReader, sees_images, without_images
-from ..data.messages import CONVERSATIONS
+from ..data.messages import CONVERSATIONS, refuse_json
 from ..data.prompts import trained_length
-from ..data.rows import MASKS
+from ..data.rows import SAYS_WHAT_IS_LEARNED
 from ..data.vocabulary import count_tokens, coverage, most_frequent_tokens
 from ..remote_code.draft_model_eagle3 import DraftModel
 from ..tokenizer import padding_token, read_template
@@ -155,10 +155,15 @@ def encode(
     if formatting_func is not None and "input_ids" in first:  # such as `trainer.eval_dataset`
         logger.warning(f"`formatting_func` has no effect on the {name} data, which has `input_ids`.")
         formatting_func = None
-    kind = "text" if formatting_func is not None else kind_of_data(texts, args.dataset_text_field, name)
+    text_field, is_text = args.dataset_text_field, formatting_func is not None
+    may_be_text = text_field in ("prompt", *CONVERSATIONS) and "input_ids" not in first
+    if not is_text and may_be_text and isinstance(first.get(text_field), str):
+        is_text = True
+        refuse_json(first[text_field], text_field)
+        dataset = dataset.remove_columns(["text"] if "text" in first else []).rename_column(text_field, "text")
+    kind = "text" if is_text else kind_of_data(texts, text_field, name)
     is_chat = kind in CONVERSATIONS or (kind == "prompt" and not isinstance(first["prompt"], str))
-    # Not by the attention mask, which leaves out only padding.
-    says_what_to_learn = kind == "input_ids" and bool(({"labels", *MASKS} - {"attention_mask"}) & first.keys())
+    says_what_to_learn = kind == "input_ids" and not first.keys().isdisjoint(SAYS_WHAT_IS_LEARNED)
     if is_chat:
         check_chat_template(tokenizer)
     elif args.assistant_only_loss and not says_what_to_learn:
