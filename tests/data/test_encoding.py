@@ -140,7 +140,7 @@ def test_any_template(name):
 
 
 def test_tokens_that_a_prompt_alone_does_not_have(tokenizer):
-    """Where its last token grows together with the answer, the target is never asked what is written."""
+    """Where its last token grows together with the answer, the target is never asked for that token."""
     pieces = ["<unk>", "U", "A:", "A", "a", ":", "Ab"]
     model = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<unk>"))
     model.pre_tokenizer = pre_tokenizers.Split(Regex("Ab|A:|U|A|a|:"), "isolated")
@@ -152,6 +152,8 @@ def test_tokens_that_a_prompt_alone_does_not_have(tokenizer):
     encoder = answers_of(merging)
     assert encoder({"messages": [user("a"), assistant("b")]})["lost"] == 1
     assert encoder({"messages": [user("a"), assistant("a")]})["lost"] == 0
+    encoded = encoder({"messages": [user("a"), assistant("ba:"), user("a"), assistant("bA:")]})
+    assert encoded["lost"] == 0 and learned(merging, encoded) == ["a :", "A:"]
 
 
 def test_rows_with_lost_turns_are_counted_and_more_than_a_few_refused(caplog):

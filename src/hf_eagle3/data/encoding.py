@@ -61,7 +61,8 @@ class RowEncoder(PromptEncoder):
 
     The template's `{% generation %}` markers show what the assistant says. A template without markers renders the
     conversation twice for each of the assistant's turns: up to where the turn begins, and up to its end. The turn is the
-    difference. This works only if the tokens of both are a prefix of the whole conversation's.
+    difference. This works only if the tokens of both are a prefix of the whole conversation's. One token may join the end of the
+    prompt and the beginning of the turn. It is not learned.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
@@ -242,7 +243,7 @@ class RowEncoder(PromptEncoder):
             )
         if not any(are_learned):
             return [], 0
-        return self._marked(text, tokens, spans) if self.is_marked else self._turns(row, tokens, expansion)
+        return self._marked(text, tokens, spans) if self.is_marked else self._turns(row, text, tokens, expansion)
 
     def _render(self, row: Row) -> tuple[str, list[Span], bool]:
         """
@@ -333,7 +334,7 @@ class RowEncoder(PromptEncoder):
         rest = self.tokenizer.decode(alone[num_tokens:], skip_special_tokens=True) if num_tokens < len(alone) else ""
         return None if rest.strip() else num_tokens
 
-    def _turns(self, row: Row, tokens: list[int], expansion: Expansion) -> tuple[list[Span], int]:
+    def _turns(self, row: Row, text: str, tokens: list[int], expansion: Expansion) -> tuple[list[Span], int]:
         """Returns the ranges of tokens of the assistant's turns, and how many turns could not be found."""
         ranges, lost = [], 0
         for number, message in enumerate(row.messages):
@@ -348,11 +349,13 @@ class RowEncoder(PromptEncoder):
             except Exception:
                 lost += 1
                 continue
-            start, end = self.rendered_tokens(before), self._num_tokens(after, tokens)
-            if end is None or end <= len(start) or tokens[: len(start)] != start:
+            asked, end = self.rendered_tokens(before), self._num_tokens(after, tokens)
+            # Line breaks at the end of the prompt and the beginning of the answer may be one token.
+            joined = common_prefix_length(asked, tokens) == len(asked) - 1 and text.startswith(before)
+            if end is None or end <= len(asked) or not (joined or tokens[: len(asked)] == asked):
                 lost += 1
             else:
-                ranges.append((len(start), end))
+                ranges.append((len(asked), end))
         if not ranges and not lost:
             raise UnusableRow(
                 "no assistant turn in it answers anyone. With `assistant_only_loss=True` it has nothing to learn"
