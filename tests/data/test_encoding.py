@@ -503,6 +503,13 @@ def test_turns_that_are_not_to_be_learned(template, key, value):
     assert not learned(tokenizer, encoder(none))
 
 
+def test_a_template_for_tools_without_markers():
+    tokenizer = byte_tokenizer(marked := TEMPLATES["qwen2_5_training"])
+    tokenizer.chat_template = {"default": marked, "tool_use": unmarked("qwen2_5_training")}
+    encoder, row = answers_of(tokenizer), {"messages": CALLS, "tools": [TOOL]}
+    assert encoder.is_marked and encoder(row) == answers_of(byte_tokenizer(marked), is_marked=False)(row)
+
+
 def test_turns_that_are_not_marked_one_by_one():
     template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     encoder = answers_of(byte_tokenizer(template))

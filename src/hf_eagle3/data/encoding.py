@@ -197,7 +197,10 @@ class RowEncoder(PromptEncoder):
         text = expansion.of(rendered)
         tokens = self.rendered_tokens(text)
         if self.assistant_only_loss:
-            spans = [(len(expansion.of(rendered[:start])), len(expansion.of(rendered[:end]))) for start, end in spans]
+            if spans is not None:
+                spans = [
+                    (len(expansion.of(rendered[:start])), len(expansion.of(rendered[:end]))) for start, end in spans
+                ]
             ranges, lost = self._learned_turns(row, text, tokens, spans, expansion)
         else:
             for message in row.messages[row.num_given or 0 :]:
@@ -222,7 +225,7 @@ class RowEncoder(PromptEncoder):
         return self._with_images(encoded, rendered, expansion)
 
     def _learned_turns(
-        self, row: Row, text: str, tokens: list[int], spans: list[Span], expansion: Expansion
+        self, row: Row, text: str, tokens: list[int], spans: list[Span] | None, expansion: Expansion
     ) -> tuple[list[Span], int]:
         """Returns the assistant's turns that are learned, as spans of tokens, and how many could not be found."""
         turns = [message for message in row.messages if message["role"] == "assistant"]
@@ -234,32 +237,35 @@ class RowEncoder(PromptEncoder):
         are_learned, have_no_key = list(map(is_learned, turns)), [unlearned_by(turn) is None for turn in turns]
         if any(have_no_key) and not any(are_learned):
             raise UnusableRow("its answers are empty. With `assistant_only_loss=True` it has nothing to learn")
-        if len(spans) == len(turns):
+        if spans is not None and len(spans) == len(turns):
             spans = list(compress(spans, are_learned))
-        elif self.is_marked and not all(have_no_key):
+        elif spans is not None and not all(have_no_key):
             raise RowError(
                 f"the chat template marks {len(spans)} of its {len(turns)} assistant turns, so those that are not to be learned "
                 "(`weight` and the like) cannot be left out. Remove the row or the key"
             )
         if not any(are_learned):
             return [], 0
-        return self._marked(text, tokens, spans) if self.is_marked else self._turns(row, text, tokens, expansion)
+        return self._turns(row, text, tokens, expansion) if spans is None else self._marked(text, tokens, spans)
 
-    def _render(self, row: Row) -> tuple[str, list[Span], bool]:
+    def _render(self, row: Row) -> tuple[str, list[Span] | None, bool]:
         """
         Renders a conversation, and returns its text, the spans between markers, and whether something of an earlier turn is left out.
+        The spans are `None` if the template has no markers.
         """
         try:
-            if not (self.assistant_only_loss and self.is_marked):
-                text = self.render(row.messages, **row.template_kwargs)
-                return text, [], self.check_written(row.messages, text, **row.template_kwargs)
-            # `apply_chat_template` gives the spans only as a mask of tokens, and only for fast tokenizers.
             kwargs = {**self.tokenizer.special_tokens_map, **row.template_kwargs}
             tools = kwargs.pop("tools", None)
+            template = self.tokenizer.get_chat_template(self.chat_template, tools)
+            # A tokenizer's template for tools may have no markers where its default has.
+            if not (self.assistant_only_loss and self.is_marked and has_generation_markers(template)):
+                text = self.render(row.messages, **row.template_kwargs)
+                return text, None, self.check_written(row.messages, text, **row.template_kwargs)
+            # `apply_chat_template` gives the spans only as a mask of tokens, and only for fast tokenizers.
             texts, spans = render_jinja_template(
                 conversations=[self.as_expected(row.messages)],
                 tools=tools,
-                chat_template=self.tokenizer.get_chat_template(self.chat_template, tools),
+                chat_template=template,
                 return_assistant_tokens_mask=True,
                 **kwargs,
             )
