@@ -521,9 +521,35 @@ def test_padding_without_a_mask(tokenizer):
     rows = {"input_ids": [0, 5, 0, 6, 0, 0], "labels": [0, -100, 0, 6, 0, 0]}
     encoded = RowEncoder(tokenizer, "input_ids")(rows)
     assert (encoded["input_ids"], encoded["labels"]) == ([5, 0, 6], [-100, 0, 6])
-    same = copy.deepcopy(tokenizer)
-    same.pad_token = same.eos_token  # which ends texts
-    assert RowEncoder(same, "input_ids")({"input_ids": [5, 2]})["input_ids"] == [5, 2]
+    rows = {"input_ids": [0, 5, 0], "attention_mask": [1, 1, 1]}
+    assert RowEncoder(tokenizer, "input_ids")(rows)["input_ids"] == [0, 5, 0]
+    assert RowEncoder(tokenizer, "input_ids")({**rows, "attention_mask": None})["input_ids"] == [5]
+
+
+@pytest.mark.parametrize("padding, bos, tokens, kept", [
+    ("</s>", "<s>", [5, 6, 2], [5, 6, 2]),
+    ("</s>", "<s>", [2, 5, 2, 2, 6], [2, 5, 2, 2, 6]),
+    ("</s>", "<s>", [2, 2, 5, 6, 2, 2, 2], [5, 6, 2]),
+    (None, "<s>", [5, 6, 2, 2], [5, 6, 2]),
+    ("</s>", "</s>", [2, 2, 2, 5, 6], [2, 5, 6]),  # as GPT-2's
+    ("<unk>", "<s>", [3, 3, 5, 6, 7, 3, 3], [5, 6, 7]),
+    ("<unk>", "<s>", [5, 6, 2, 2], [5, 6, 2, 2]),
+])  # fmt: skip
+def test_padding_that_may_be_text(tokenizer, caplog, padding, bos, tokens, kept):
+    """A single EOS ends a text, or the one before it in packed rows. Of a run only the first is learned."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.pad_token, tokenizer.bos_token = padding, bos
+    tokenizer.add_special_tokens({"unk_token": "<unk>"})
+    tokens, kept = ([tokenizer.unk_token_id if token == 3 else token for token in each] for each in (tokens, kept))
+    encoder, rows = RowEncoder(tokenizer, "input_ids"), {"input_ids": [[5, 6, 7, 2], tokens], "labels": [None, tokens]}
+    for dataset in (Dataset.from_dict(rows), Dataset.from_dict(rows).to_iterable_dataset()):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            encoded = list(encode_rows(dataset, encoder, "train"))
+        assert encoded[1:] == [{"input_ids": kept, "labels": kept}]
+        told = "1 of 2 rows of the train data (the first are [1]) have no `attention_mask` and begin or end with a run"
+        assert (told in caplog.text) == (tokens != kept)
+    assert encoder({"input_ids": tokens, "attention_mask": [1] * len(tokens)})["input_ids"] == tokens
 
 
 def test_markers_are_seen_in_all_ways_of_writing_them():

@@ -60,6 +60,7 @@ def encode_rows(
     features |= {
         "lost": Value("int32"),
         "drops_reasoning": Value("bool"),
+        "is_unpadded": Value("bool"),
         "teaches": Value("bool"),
         "problem": Value("string"),
         "is_unusable": Value("bool"),
@@ -85,12 +86,11 @@ def encode_rows(
             f"{len(problems)} of {len(encoded)} rows of the {name} data cannot be learned from. {summary(problems)} Fix or remove "
             f"them.{tolerated}"
         )
-    if lost := [number for number, num_lost in enumerate(encoded["lost"]) if num_lost]:
-        report_lost(lost, len(encoded), name)
-    if cut := [number for number, drops_reasoning in enumerate(encoded["drops_reasoning"]) if drops_reasoning]:
-        report_cut(cut, len(encoded), name)
+    for column, report in REPORTS.items():
+        if rows := [number for number, value in enumerate(encoded[column]) if value]:
+            report(rows, len(encoded), name)
     taught = [number for number, is_taught in enumerate(encoded["teaches"]) if is_taught]
-    encoded = encoded.remove_columns(["lost", "drops_reasoning", "teaches", "problem", "is_unusable"])
+    encoded = encoded.remove_columns([*REPORTS, "teaches", "problem", "is_unusable"])
     if not any(encoded["image_text"] if "image_text" in encoded.column_names else []):
         encoded = encoded.remove_columns([column for column in encoded.column_names if column.startswith("image_")])
     elif image_column:  # added now, because `map` would store the images again
@@ -133,6 +133,19 @@ def report_cut(rows: Sequence[int], num_rows: int, name: str) -> None:
     )
 
 
+def report_unpadded(rows: Sequence[int], num_rows: int, name: str) -> None:
+    """Warns that runs of EOS, or of another token that pads, were removed from these of `num_rows` rows."""
+    logger.warning(
+        f"{len(rows)} of {num_rows} rows of the {name} data (the first are {list(rows[:3])}) have no `attention_mask` and begin or end with "
+        "a run of the tokenizer's padding token, such as EOS. It is removed as padding, except for one EOS at the end or BOS at the "
+        "beginning. If it is text, add an `attention_mask` of ones."
+    )
+
+
+# What is reported of encoded rows, by the columns that say it.
+REPORTS = {"lost": report_lost, "drops_reasoning": report_cut, "is_unpadded": report_unpadded}
+
+
 def read_whole(stream: IterableDataset) -> Dataset:
     """Returns the rows of an encoded stream, in memory."""
     rows = list(stream)
@@ -166,7 +179,7 @@ def drop_untaught(encoded: Dataset, taught: list[int], name: str, problems: Sequ
 def encode_or_explain(row: dict[str, Any], encoder: RowEncoder, columns: list[str]) -> dict[str, Any]:
     """Returns an encoded row, or an empty one with a `problem` that says what is wrong."""
     empty: dict[str, Any] = {column: [] for column in columns}
-    empty |= {"lost": 0, "drops_reasoning": False, "teaches": False, "problem": "", "is_unusable": False}
+    empty |= {**dict.fromkeys(REPORTS, False), "lost": 0, "teaches": False, "problem": "", "is_unusable": False}
     if "image_text" in columns:
         empty |= {"image_text": "", "image_end": 0}
     try:
@@ -259,32 +272,29 @@ def is_taught_within(labels: list[int], max_length: int) -> bool:
 class EncodedStream:
     """
     Encodes the rows of a stream. Counts, in each pass, those that cannot be learned from, which it leaves empty, and those
-    whose assistant turns were not found, or lack their reasoning.
+    that are reported.
     """
 
     def __init__(self, encoder: RowEncoder, name: str):
         self.encoder, self.name, self.has_encoded = encoder, name, False
         self.broken: list[int] = []
-        self.lost: list[int] = []
-        self.cut: list[int] = []
+        self.reported: dict[str, list[int]] = {}
 
     def __call__(self, row: dict[str, Any], index: int) -> dict[str, Any]:
         if index == 0:
-            self.broken, self.lost, self.cut = [], [], []
+            self.broken, self.reported = [], {}
         try:
             encoded = self.encoder(row)
         except RowError as error:
             self.report_broken(index, error)
             return {"input_ids": [], "labels": []}
         self.has_encoded = True
-        if encoded.pop("lost"):
-            self.lost.append(index)
-            if len(self.lost).bit_count() == 1:
-                report_lost(self.lost, max(index + 1, 100), self.name)
-        if encoded.pop("drops_reasoning"):
-            self.cut.append(index)
-            if len(self.cut).bit_count() == 1:
-                report_cut(self.cut, index + 1, self.name)
+        for column, report in REPORTS.items():
+            if encoded.pop(column):
+                rows = self.reported.setdefault(column, [])
+                rows.append(index)
+                if len(rows).bit_count() == 1:
+                    report(rows, max(index + 1, 100) if column == "lost" else index + 1, self.name)
         return encoded
 
     def report_broken(self, index: int, error: RowError) -> None:

@@ -105,17 +105,19 @@ class RowEncoder(PromptEncoder):
 
         Returns:
             `dict`: `input_ids`, `labels`, and `seq_lengths` if the row has them. `lost` is the number of assistant turns that
-            could not be found, and `drops_reasoning` whether the template leaves out the reasoning of an earlier turn. If there is an
-            [`ImageReader`], also `image_data`, the images; `image_text`, the text that the processor reads with them, empty without
-            images; and `image_end`, the number of tokens up to the end of the last image.
+            could not be found, `drops_reasoning` whether the template leaves out the reasoning of an earlier turn, and `is_unpadded`
+            whether tokens were removed that are taken for padding, but may have been text. If there is an [`ImageReader`], also
+            `image_data`, the images; `image_text`, the text that the processor reads with them, empty without images; and `image_end`,
+            the number of tokens up to the end of the last image.
 
         Raises:
             RowError: if the row cannot be learned from.
         """
         content = self._read(row)
-        encoded: dict[str, Any] = {"lost": 0, "drops_reasoning": False}
+        encoded: dict[str, Any] = {"lost": 0, "drops_reasoning": False, "is_unpadded": False}
         if content.tokens is not None:
-            encoded |= content.tokens if "attention_mask" in row else self._without_padding(content.tokens)
+            is_masked = row.get("attention_mask") is not None or "seq_lengths" in content.tokens
+            encoded |= content.tokens if is_masked else self._without_padding(content.tokens)
         elif content.messages:
             encoded |= self.encode_chat(content)
         else:
@@ -148,15 +150,21 @@ class RowEncoder(PromptEncoder):
             raise RowError("it has images in its messages, but the data has a column for images. Use one of them")
         return content
 
-    def _without_padding(self, tokens: dict[str, list[int]]) -> dict[str, list[int]]:
-        """Removes padding tokens at both ends of a row without an attention mask, if they cannot be anything else."""
-        padding, text = self.tokenizer.pad_token_id, tokens["input_ids"]
-        others = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id, self.tokenizer.unk_token_id)
-        if padding is None or padding in others or "seq_lengths" in tokens:
-            return tokens
-        places = [place for place, token in enumerate(text) if token != padding] or [0]
-        kept = slice(places[0], places[-1] + 1)
-        return {name: values[kept] for name, values in tokens.items()}
+    def _without_padding(self, tokens: dict[str, list[int]]) -> dict[str, Any]:
+        """
+        Removes padding tokens at both ends of a row without an attention mask. If they may be something else (EOS, usually), only a run
+        of them is padding, except for one that begins or ends the text.
+        """
+        bos, eos, unk = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id, self.tokenizer.unk_token_id
+        padding = eos if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
+        places = [place for place, token in enumerate(tokens["input_ids"]) if token != padding] or [0]
+        start, end, length = places[0], places[-1] + 1, len(tokens["input_ids"])
+        may_be_text = padding in (bos, eos, unk)
+        if may_be_text:
+            start = start - (padding == bos) if start > 1 else 0
+            end = end + (padding == eos) if end < length - 1 else length
+        kept = {name: values[start:end] for name, values in tokens.items()}
+        return {**kept, "is_unpadded": may_be_text and end - start < length}
 
     def encode_text(self, prompt: str, completion: str | None = None, images: Sequence[Any] = ()) -> dict[str, Any]:
         """Encodes a text, or a prompt and its completion."""
