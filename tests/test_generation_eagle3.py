@@ -3,6 +3,7 @@ import itertools
 import math
 import threading
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -691,6 +692,21 @@ def test_targets_that_cannot_be_verified_in_a_tree(draft):
         seq2seq.generate(make_prompt(5), assistant_model=draft)
     with pytest.raises(ValueError, match="decoder-only"):
         Eagle3ForSpeculation.from_target(seq2seq)
+
+
+@pytest.mark.parametrize(("model_type", "is_decoder", "is_taken"), [
+    ("bert", False, False),
+    ("bert", True, True),
+    ("gpt_neox", False, True),
+])  # fmt: skip
+def test_targets_that_see_later_tokens(draft, model_type, is_decoder, is_taken):
+    sizes = {"hidden_size": draft.config.hidden_size, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes |= {"vocab_size": VOCAB_SIZE, "intermediate_size": 48, "is_decoder": is_decoder}
+    target = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes)).eval()
+    with nullcontext() if is_taken else pytest.raises(ValueError, match="it sees later tokens, because `is_decoder`"):
+        assert_same_text(target, Eagle3ForSpeculation.from_target(target), make_prompt(5))
+    with pytest.raises(ValueError, match="trained for another model" if is_taken else "sees later tokens"):
+        target.generate(make_prompt(5), assistant_model=draft)
 
 
 @pytest.mark.parametrize(

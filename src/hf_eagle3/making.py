@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from .config_checks import ROPE_KEYS
 from .remote_code.auto_eagle3 import logger
 from .remote_code.configuration_eagle3 import Eagle3Config, default_aux_layer_ids
-from .remote_code.draft_model_eagle3 import DraftModel, check_is_model, fingerprint, similarity
+from .remote_code.draft_model_eagle3 import DraftModel, check_is_model, fingerprint, reads_both_ways, similarity
 from .remote_code.target_eagle3 import (
     Borrowed,
     device_of,
@@ -299,6 +299,11 @@ def config_for_target(
     if target.config.is_encoder_decoder or embedding is None or head is None or not target.can_generate():
         raise ValueError(
             f"{type(target).__name__} cannot be an EAGLE-3 target: it must be a decoder-only language model with embeddings."
+        )
+    if reads_both_ways(target):
+        raise ValueError(
+            f"{type(target).__name__} cannot be an EAGLE-3 target: it sees later tokens, because `is_decoder` is false in its "
+            "configuration. If it was trained as a causal language model, load it with `is_decoder=True`."
         )
     text_config = target.config.get_text_config(decoder=True)
     names = {field.name for field in fields(config_class)} - {"transformer_layer_config"}

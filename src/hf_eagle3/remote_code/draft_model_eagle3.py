@@ -366,11 +366,22 @@ def check_is_model(target: Any) -> None:
         )
 
 
+def reads_both_ways(target: PreTrainedModel) -> bool:
+    """Whether the layers of a target are those of an encoder (BERT), which see later tokens."""
+    may_be_encoder = getattr(target.config.get_text_config(decoder=True), "is_decoder", None) is False
+    # The configuration of GPT-NeoX says the same, but not its layers.
+    return may_be_encoder and any(
+        getattr(each, "is_decoder", None) is False for each in target.get_decoder().modules()
+    )
+
+
 def mismatch_of(draft: PreTrainedModel, target: PreTrainedModel) -> str | None:
     """Why a draft cannot be for a target: of another kind, size, vocabulary or embedding. `None` if it may be."""
     config, text_config = draft.config, target.config.get_text_config(decoder=True)
     if target.config.is_encoder_decoder:
         return "the target is an encoder-decoder, but EAGLE-3 drafts for decoder-only models"
+    if reads_both_ways(target):
+        return "the target sees later tokens (`is_decoder` is false), but EAGLE-3 drafts for causal models"
     for name, reason in UNREADABLE_TARGETS.items():
         if getattr(text_config, name, None):
             return f"the target {reason} (`{name}`), which EAGLE-3 drafts cannot read"
