@@ -110,6 +110,24 @@ def test_what_cannot_be_served_says_so():
     assert "vllm" not in card.data.tags
 
 
+@pytest.mark.parametrize(
+    "ids, said",
+    [
+        (None, "the usual three states of the target ("),
+        ([2, 3, 4], "the states of layers [1, 2, 3] of the target, but"),
+    ],
+)
+def test_a_draft_that_names_neither_its_target_nor_its_states(ids, said):
+    """Drafts of other projects, as they are without `pair_with`."""
+    draft = Eagle3ForSpeculation.from_target(make_target("llama"), eagle_aux_hidden_state_layer_ids=ids)
+    draft.config.update({"speculators_config": None, "eagle_aux_hidden_state_layer_ids": ids})
+    draft.config.aux_layer_ids_assumed = True
+    card = render_card("me/draft", draft, tags="code")
+    assert card.text.count("--to speculators --target TARGET") == 2 and "vllm serve" not in card.text
+    assert "vllm" not in card.data.tags and card.data.tags[-1] == "code"
+    assert f"It reads {said}" in card.text
+
+
 def test_the_card_of_an_adapter(draft, monkeypatch):
     monkeypatch.setattr(draft, "loaded_with", {"subfolder": "small"}, raising=False)
     card = render_card("me/code-adapter", draft, training=TRAINING, adapter_of="me/Model-8B-speculator.eagle3")

@@ -43,7 +43,7 @@ def render_card(
     license_name: str | None = None,
     license_link: str | None = None,
     adapter_of: str | None = None,
-    tags: Sequence[str] = (),
+    tags: str | Sequence[str] | None = None,
     image_folder: str = "",
     note: str = "",
 ) -> ModelCard:
@@ -60,7 +60,7 @@ def render_card(
         license_name (`str`, *optional*), license_link (`str`, *optional*):
             For the license `"other"`: its name, and an address or the name of a file in the repo.
         adapter_of (`str`, *optional*): The draft, if this repo has a LoRA adapter for it.
-        tags (`Sequence[str]`, *optional*): More tags. Every draft has some.
+        tags (`str` or `Sequence[str]`, *optional*): More tags. Every draft has some.
         image_folder (`str`, *optional*): The folder of the plots, relative to the card. By default they are beside it.
         note (`str`, *optional*): A paragraph below the first one.
 
@@ -79,7 +79,7 @@ def render_card(
         base_model_relation=None if base_model is None else ("adapter" if adapter_of else "finetune"),
         library_name="peft" if adapter_of else "transformers",
         pipeline_tag="text-generation",
-        tags=list(dict.fromkeys([*TAGS, *engine_tags(draft, adapter_of), *tags])),
+        tags=list(dict.fromkeys([*TAGS, *engine_tags(draft, adapter_of), *tag_list(tags)])),
         datasets=[dataset for dataset in datasets if is_hub_id(dataset)] or None,
         license=license,
         license_name=license_name,
@@ -113,7 +113,7 @@ def render_card(
         form=form(draft),
         adapter_of=public_name(adapter_of),
         place_of_draft="".join(f', {name}="{value}"' for name, value in getattr(draft, "loaded_with", {}).items()),
-        cannot_serve=reason_against(check_vllm, draft),
+        cannot_serve=reason_against_vllm(draft),
         cannot_export=reason_against(sglang.write, draft),
         engines=describe_engines(draft),
         parallel=', "parallel_drafting": true' if draft.config.is_parallel else "",
@@ -185,8 +185,24 @@ def from_template(template: Path, data: ModelCardData, **texts: Any) -> ModelCar
 
 def engine_tags(draft: PreTrainedModel, adapter_of: str | None) -> list[str]:
     """Returns tags of the engines that take the draft as it is."""
-    is_taken = adapter_of is None and reason_against(check_vllm, draft) is None
+    is_taken = adapter_of is None and reason_against_vllm(draft) is None
     return list(ENGINE_TAGS) if is_taken else []
+
+
+def tag_list(tags: str | Sequence[str] | None) -> list[str]:
+    """Returns the tags that a caller gave. A text is one tag."""
+    return [tags] if isinstance(tags, str) else list(tags or ())
+
+
+def reason_against_vllm(draft: PreTrainedModel) -> str | None:
+    """Returns why vLLM cannot take a draft's files as they are, or `None`."""
+    reason = reason_against(check_vllm, draft)
+    if reason is None and draft.config.speculators_config is None:
+        reason = (
+            "vLLM does not take these files, because they do not name the draft's target. `recipes/export.py DRAFT --to speculators "
+            "--target TARGET` writes files that do. It is a script of hf-eagle3."
+        )
+    return reason
 
 
 def reason_against(check: Callable[[Any], Any], draft: PreTrainedModel) -> str | None:
@@ -212,10 +228,19 @@ def form(draft: PreTrainedModel) -> str:
     num_parameters = sum(weight.numel() for name, weight in draft.named_parameters() if "lora_" not in name)
     kind = {"llama": "Llama", "qwen3": "Qwen3"}[layer.model_type]
     layers = f"{config.num_hidden_layers} {kind} layer" + "s" * (config.num_hidden_layers > 1)
+    ids = config.eagle_aux_hidden_state_layer_ids
+    if ids is None:
+        states = "the usual three states of the target"
+    elif config.aux_layer_ids_assumed:
+        stored = [layer_id - 1 for layer_id in ids]
+        states = (
+            f"the states of layers {stored} of the target, but its files do not say whether at their inputs or outputs"
+        )
+    else:
+        states = f"the states that enter layers {ids} of the target"
     return (
         f"{layers} of width {layer.hidden_size}, {num_parameters:,} parameters of its own, a draft vocabulary of "
-        f"{config.draft_vocab_size} of {config.vocab_size} tokens. It reads the states that enter layers "
-        f"{config.eagle_aux_hidden_state_layer_ids} of the target"
+        f"{config.draft_vocab_size} of {config.vocab_size} tokens. It reads {states}"
         + (f" (`{'`, `'.join(flags)}`)" if flags else "" if config.is_parallel else " (the form of the EAGLE-3 paper)")
         + (", and drafts all tokens in one pass (P-EAGLE)" if config.is_parallel else "")
     )
