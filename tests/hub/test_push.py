@@ -130,7 +130,7 @@ def test_a_license_of_another_name(hub, draft):
 
 def test_tags_stay(hub, draft):
     push_draft(draft, REPO, tags=["code"])
-    push_draft(draft, REPO, tags=["german"])
+    push_draft(draft, REPO, tags="german")  # not a tag for each letter
     tags = card_of(hub).data.tags
     assert tags[-3:] == ["vllm", "code", "german"] and len(set(tags)) == len(tags)
     classic = Eagle3ForSpeculation.from_target(make_target("llama"), eagle_aux_hidden_state_layer_ids=[1, 2, 2])

@@ -27,7 +27,7 @@ from ..environment import is_path, public_name, without_paths
 from ..evaluation import BenchmarkResults
 from ..evaluation.plots import PLOTS
 from ..remote_code.modeling_eagle3 import Eagle3ForSpeculation
-from .card import ENGINE_TAGS, is_edited, is_hub_id, render_card
+from .card import ENGINE_TAGS, is_edited, is_hub_id, render_card, tag_list
 from .licenses import check_license, license_of
 from .records import (
     BENCHMARK_RECORD,
@@ -87,7 +87,7 @@ def push_draft(
     revision: str | None = None,
     create_pr: bool = False,
     max_shard_size: int | str = "50GB",
-    tags: list[str] | None = None,
+    tags: str | list[str] | None = None,
 ) -> CommitInfo:
     """
     Pushes a draft in one commit: weights, configurations, the code that ships with it, records, plots and card. After an
@@ -128,7 +128,7 @@ def push_draft(
             training=training,
             benchmark=benchmark,
             **license_of(existing, license, license_name, license_link),
-            tags=[*kept_tags(existing), *(tags or ())],
+            tags=[*kept_tags(existing), *tag_list(tags)],
             max_shard_size=max_shard_size,
             token=token,
         )

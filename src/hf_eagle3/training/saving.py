@@ -26,6 +26,7 @@ from ..checkpoints.files import check_folder, check_repo, verifier_without_path
 from ..environment import public_name
 from ..files import write_atomically
 from ..hub import TRAINING_RECORD, card_on_hub, is_edited, read_record, render_card, write_records
+from ..hub.card import tag_list
 from ..hub.licenses import license_of
 from ..hub.push import delete_other_benchmark, kept_tags
 from ..hub.records import weights_of
@@ -213,7 +214,7 @@ class DraftSavingTrainer(SFTTrainer):
             verifier=self.target_model.config._name_or_path,
             training=training_record(self),
             adapter_of=self.draft.config._name_or_path if self._is_adapter else None,
-            tags=[*kept_tags(published), *([tags] if isinstance(tags, str) else tags or ())],
+            tags=[*kept_tags(published), *tag_list(tags)],
             **license_of(published),
         )
         card.save(card_file)
