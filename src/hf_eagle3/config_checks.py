@@ -153,6 +153,12 @@ def check_layer_config(layer_config: dict[str, Any]) -> None:
     if (activation := layer_config.get("hidden_act", "silu")) not in ACT2FN:
         raise ValueError(f"`hidden_act` is {activation!r}, which transformers does not know.")
     check_positive(layer_config, "rope_theta", "rms_norm_eps")
+    layer_types, num_layers = layer_config.get("layer_types"), layer_config.get("num_hidden_layers")
+    if isinstance(layer_types, list) and num_layers and len(layer_types) != num_layers:
+        raise ValueError(
+            f"`layer_types` has {len(layer_types)} entries, but `num_hidden_layers` is {num_layers}. If they are the target's, remove "
+            "`layer_types` from `transformer_layer_config`. Then no layer has a window."
+        )
     check_model_type(model_type := layer_config.get("model_type", "llama"))
     known = AutoConfig.for_model(model_type).to_dict().keys() | NEUTRAL_LAYER_KEYS
     changed = {*changed_defaults(layer_config)} - {"partial_rotary_factor"}  # that is checked later

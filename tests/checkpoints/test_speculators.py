@@ -341,6 +341,10 @@ THETA = {"rope_type": "default", "rope_theta": 10000.0}
         ({"model_type": "eagle3"}, "model_type` is 'eagle3'; a draft has 'llama' or 'qwen3' layers"),
         ({"model_type": None}, "model_type` is None; a draft has 'llama' or 'qwen3' layers"),
         ({"vocab_size": 10**30}, "`vocab_size` is 10+, but must be a positive integer, up to"),
+        (
+            {"layer_types": ["full_attention"] * 8},
+            "`layer_types` has 8 entries, .* are the target's, remove `layer_types` f",
+        ),
     ],
     ids=str,
 )
