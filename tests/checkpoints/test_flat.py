@@ -69,6 +69,12 @@ NEUTRAL = {
     [
         {**NEUTRAL, "sliding_window": 512, "layer_types": ["full_attention"] * 32},
         {"model_type": "gpt_oss", "num_local_experts": 16, "experts_per_token": 4, "layer_types": ["full_attention"]},
+        {
+            "model_type": "gpt_oss",
+            "architectures": ["GptOssForCausalLMEagle3"],
+            "swiglu_alpha": 1.7,
+            "swiglu_limit": 7.0,
+        },
         {"model_type": "eagle", "architectures": ["Eagle3LlamaForCausalLM"]},  # vLLM's name
         {"sliding_window": 8, "layer_types": ["full_attention"]},
         {"sliding_window": 8, "layer_types": ["sliding_attention"] * 12},  # of the target
@@ -103,6 +109,7 @@ def test_what_changes_nothing(tmp_path, target, reference, changes):
         ({"rope_scaling": {**LONGROPE, "short_factor": [1.0] * 3}}, "`short_factor` is .* must be a list of 4 num"),
         ({"rope_scaling": {**LONGROPE, "long_factor": ["1"] * 4}}, "`long_factor` is .* must be a list of 4 numbers"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"model_type": "mistral", "architectures": ["Other"], "swiglu_limit": 7.0}, "does not know: .'swiglu_limit'"),
         ({"partial_rotary_factor": 0.4}, "factor` is 0.4, but must .* an even number of a head's 8 entries"),
         ({"rope_parameters": {"partial_rotary_factor": 2}}, "`partial_rotary_factor` is 2, but must be at most 1"),
         (

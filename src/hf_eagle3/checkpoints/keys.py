@@ -144,11 +144,11 @@ def is_neutral(key: str) -> bool:
 def keys_of_family(config: dict) -> set[str]:
     """
     Returns the keys of the family in `model_type` if the layers are Llama's, which ignore them: NeMo Automodel copies the
-    configuration of its target.
+    configuration of its target. Of gpt-oss, whatever the class, they are those of its experts, which drafts do not have.
     """
     model_type, architectures = config.get("model_type"), config.get("architectures") or []
     if not (isinstance(model_type, str) and model_type in CONFIG_MAPPING and any("Llama" in x for x in architectures)):
-        return set()
+        return {"swiglu_alpha", "swiglu_limit"} if model_type == "gpt_oss" else set()
     # The others are gpt-oss's, and in its config.json only, or in that of newer transformers.
     keys = {*CONFIG_MAPPING[model_type]().to_dict(), "initial_context_length", "swiglu_alpha", "swiglu_limit"}
     # Other names of what is missing may say what the draft computes.
