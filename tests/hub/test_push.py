@@ -102,6 +102,22 @@ def test_a_repo_of_another_model_stays(hub, draft, tokenizer, tmp_path, file):
     assert hub.repos["me/other"] == {"main": [{}, files]}
 
 
+def test_drafts_in_folders_of_their_own(hub, draft, tmp_path):
+    draft.save_pretrained(tmp_path)
+    others = {f"small/{name}": content for name, content in files_in(tmp_path).items()}
+    hub.repos["me/several"] = {"main": [others]}
+    push_draft(draft, "me/several")
+    assert others.items() <= files_of(hub, "me/several").items() and "config.json" in files_of(hub, "me/several")
+    config = json.loads(others["small/config.json"])
+    flat = {"architectures": ["LlamaForCausalLMEagle3"], **config["transformer_layer_config"]}
+    others["small/config.json"] = json.dumps(flat).encode()  # the names of the tensors show it
+    hub.repos["me/flat"] = {"main": [others]}
+    push_draft(draft, "me/flat")
+    hub.repos["me/both"] = {"main": [{**others, "small/unet/model.safetensors": b""}]}
+    with pytest.raises(ValueError, match="me/both has small/unet/model.safetensors of another model"):
+        push_draft(draft, "me/both")
+
+
 def test_an_adapter_is_not_pushed_beside_a_whole_model(hub, draft, tokenizer, tmp_path):
     def make_adapter(repo):
         whole = Eagle3ForSpeculation.from_target(make_target("llama"))

@@ -79,8 +79,8 @@ def check_no_other_model(
     **hub_kwargs: Any,
 ) -> None:
     """
-    Checks that a draft may be saved to a folder or repo that has files with these `names`. It may overwrite a draft. The
-    adapter of a draft must not be beside a whole model, because transformers would load it into that model. Raises
+    Checks that a draft may be saved to a folder or repo that has files with these `names`. It may overwrite a draft, and
+    be beside others in folders of their own. The adapter of a draft must not be beside a whole model, because transformers would load it into that model. Raises
     `ValueError` if there is another model.
     """
     ends = (".safetensors", ".bin", ".index.json")
@@ -91,17 +91,24 @@ def check_no_other_model(
                 f"{place} has a whole model, into which transformers would load the draft's adapter. Choose another place."
             )
         return
-    other = min(weights, default=None)
-    if "config.json" in names:
-        content = None
+
+    def has_draft(folder: str) -> bool:
+        at, content = Path(folder, "config.json").as_posix(), None
         with suppress(ValueError):  # cut off: the weights show what it is, if they are not, too
-            content = read_json(fetch("config.json"))
-        is_draft = True
-        if not DRAFT_KEYS & (content or {}).keys():
-            with suppress(ValueError):  # a draft that is broken
-                kind, held = kind_of_draft(content or {}, place, hub_kwargs)
-                is_draft = kind is not None or (content is None and not held)
-        other = None if is_draft else "config.json"
+            content = read_json(fetch(at))
+        if DRAFT_KEYS & (content or {}).keys():
+            return True
+        with suppress(ValueError):  # a draft that is broken
+            kind, held = kind_of_draft(content or {}, place, {**hub_kwargs, "subfolder": folder})
+            return kind is not None or (content is None and not held)
+        return True
+
+    if "config.json" in names:
+        other = None if has_draft("") else "config.json"
+    else:
+        folders = {Path(name).parent.as_posix() for name in weights}
+        of_drafts = {each for each in folders if f"{each}/config.json" in names and has_draft(each)}
+        other = min((name for name in weights if Path(name).parent.as_posix() not in of_drafts), default=None)
     if other is not None:
         raise ValueError(f"{place} has {other} of another model, which the draft would damage. Choose another place.")
 
