@@ -541,6 +541,8 @@ def test_weights_that_are_what_was_saved(tmp_path, target):
     Eagle3ForSpeculation.from_pretrained(None, config=config, state_dict=other.state_dict())
     other.save_pretrained(tmp_path / "other")
     Eagle3ForSpeculation.from_pretrained(tmp_path / "other", config=config)
+    with pytest.raises(ValueError, match="`config` is of the class LlamaConfig, but must be of Eagle3Config"):
+        Eagle3ForSpeculation.from_pretrained(tmp_path, config=config.transformer_layer_config)
 
 
 @pytest.mark.parametrize(

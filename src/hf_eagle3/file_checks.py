@@ -53,7 +53,7 @@ def read_index(path: str | Path) -> dict[str, str]:
     index = content.get("weight_map")
     if not isinstance(content.get("metadata"), dict):  # transformers reads it, too
         raise ValueError(f'{path} has no `metadata`. If it is complete, add `"metadata": {{}}` to it.')
-    if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
+    if not (index and isinstance(index, dict) and all(isinstance(name, str) for name in index.values())):
         raise ValueError(f"{path} does not say which file holds which tensor (`weight_map`).")
     for name in index.values():
         parts = PureWindowsPath(name)  # takes both kinds of slashes

@@ -45,7 +45,12 @@ def read_draft(
     source, variant, of_adapter = str(path), kwargs.get("variant"), dict(kwargs.get("adapter_kwargs") or {})
     adapter = of_adapter.pop("_adapter_model_path", None)  # the Auto classes pass it on
     report: dict[str, Any] = {}
-    needs_config = kwargs.get("config") is None
+    config, method = kwargs.get("config"), cls.config_class.model_type
+    if getattr(config, "model_type", method) != method:  # it may also be a path
+        raise ValueError(
+            f"`config` is of the class {type(config).__name__}, but must be of {cls.config_class.__name__}. Leave it out to read the draft's own."
+        )
+    needs_config = config is None
     content = None if path is None else check_files(source, variant, needs_config, of_adapter, **hub_kwargs)
     if path is not None and content is None and needs_config:
         if not may_be_adapter:

@@ -314,6 +314,7 @@ def test_what_is_said_of_broken_files(tmp_path, loader):
         ('{"weight_map": {}', "index.json is not valid JSON"),
         ('{"weight_map": {}}', "has no `metadata`. If it is complete, add"),
         ('{"metadata": {}, "weight_map": []}', "does not say which file holds which tensor"),
+        ('{"metadata": {}, "weight_map": {}}', "does not say which file holds which tensor"),
     ):
         (tmp_path / "bin" / "model.safetensors.index.json").write_text(content)
         with pytest.raises(ValueError, match=reason):
