@@ -104,7 +104,7 @@ def test_fields_that_the_caller_sets(tmp_path, loader):
     draft = loader.from_pretrained(FIXTURES / "classic", **kwargs, attn_implementation="eager")
     assert draft.config.has_own_embed_tokens and draft.dtype == torch.bfloat16
     assert draft.config.eagle_aux_hidden_state_layer_ids == [1, 2, 3]
-    assert draft.layers[0].norm_before_residual and draft.config._attn_implementation == "eager"
+    assert draft.layers[0].config.norm_before_residual and draft.config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("bits", [4, 8])

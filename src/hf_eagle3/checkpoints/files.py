@@ -79,9 +79,9 @@ def check_no_other_model(
     **hub_kwargs: Any,
 ) -> None:
     """
-    Checks that a draft may be saved to a folder or repo that has files with these `names`. It may overwrite a draft, and
-    be beside others in folders of their own. The adapter of a draft must not be beside a whole model, because transformers would load it into that model. Raises
-    `ValueError` if there is another model.
+    Checks that a draft may be saved to a folder or repo that has files with these `names`. It may overwrite a draft, and be beside
+    others in folders of their own. The adapter of a draft must not be beside a whole model, because transformers would load it into
+    that model. Raises `ValueError` if there is another model.
     """
     ends = (".safetensors", ".bin", ".index.json")
     weights = [name for name in names if name.endswith(ends) and name != "training_args.bin"]
