@@ -287,6 +287,7 @@ def limited(
         | cache
     )
     verifier.inputs = {"position_ids": torch.tensor([[0], [newest], [1]])}  # of three rows
+    verifier.target, verifier.forward = None, print  # it is compiled
     return verifier.limit(plan, SimpleNamespace(max_length=21 + room, shortest=21, longest=21 + ahead))
 
 

@@ -296,7 +296,7 @@ def test_states_that_cannot_be_read_again_are_refused():
 def test_states_beside_static_layers_are_refused(family):
     target, prompt = make_target(family), make_prompt(9)
     draft = oracle_of(target, prompt)
-    with pytest.raises(ValueError, match="LinearAttention.*Layer layers. Use the default `DynamicCache`"):
+    with pytest.raises(ValueError, match="LinearAttention.*Layer layers. If you chose the cache, use the default"):
         target.generate(prompt, assistant_model=draft, cache_implementation="static", **SETTINGS)
 
 
